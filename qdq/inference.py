@@ -1,0 +1,234 @@
+"""Standard errors and intervals for dependent data. Arrays in, numbers out; nothing here knows of
+logs.
+
+Two kinds of estimate need two kinds of standard error.
+
+A *difference of means* over tasks is linearised: with ``m1, m0`` the arms' means and ``n1, n0``
+their counts, task i has the influence ``(W_i - m1)/n1`` if treated and ``-(W_i - m0)/n0``
+otherwise. Response times of neighbouring tasks depend on each other, so the influences are first
+summed over groups of neighbours (equal runs of tasks, or the periods of a switchback), and the
+groups are taken as independent.
+
+A *difference of truncated sums* gets the plug-in variance of its two normalisations: the label of a
+task is independent of the past and the labels of different tasks are independent of each other,
+which is the larger part of its variance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri, stdtrit
+
+BATCHES = 30
+TASKS_PER_BATCH = 10
+
+
+class ConfidenceInterval(NamedTuple):
+    """Ends of a confidence interval."""
+
+    low: float
+    high: float
+
+
+class Contrast(NamedTuple):
+    """A difference treated minus control, its variance, and the degrees of freedom of that
+    variance."""
+
+    value: float
+    variance: float
+    degrees_of_freedom: float
+
+
+class WindowContrast(NamedTuple):
+    """Both differences in truncated sums, treated minus control, with their variances and
+    covariance."""
+
+    response: float
+    queue: float
+    variance_response: float
+    variance_queue: float
+    covariance: float
+
+
+def confidence_interval(
+    value: float, standard_error: float, degrees_of_freedom: float, level: float
+) -> ConfidenceInterval:
+    """Return the symmetric interval of Student's t, or of the normal law.
+
+    Parameters
+    ----------
+    value, standard_error : float
+    degrees_of_freedom : float
+        Of the standard error; infinity for the normal law.
+    level : float
+        Confidence level, strictly between 0 and 1.
+
+    Returns
+    -------
+    ConfidenceInterval
+    """
+    upper = 0.5 + 0.5 * level
+    if math.isinf(degrees_of_freedom):
+        quantile = float(ndtri(upper))
+    else:
+        quantile = float(stdtrit(degrees_of_freedom, upper))
+    return ConfidenceInterval(value - quantile * standard_error, value + quantile * standard_error)
+
+
+def batch_edges(first: int, stop: int) -> NDArray[np.int64]:
+    """Cut the tasks ``first .. stop - 1`` into equal runs.
+
+    Parameters
+    ----------
+    first, stop : int
+        At least two tasks.
+
+    Returns
+    -------
+    ndarray of int64, shape (B + 1,)
+        Run b holds the tasks from edge b up to, not including, edge b + 1; lengths differ by at
+        most one. B is 30, or as many as leave 10 tasks to a run, but at least 2.
+    """
+    batches = max(2, min(BATCHES, (stop - first) // TASKS_PER_BATCH))
+    return first + (stop - first) * np.arange(batches + 1, dtype=np.int64) // batches
+
+
+def _influence(
+    counts: NDArray[np.int64], sums: NDArray[np.float64]
+) -> tuple[float, NDArray[np.float64]]:
+    """Return the difference of the arms' means and the influence of each group on each arm's
+    mean."""
+    total = counts.sum(axis=0)
+    means = sums.sum(axis=0) / total
+    return float(means[1] - means[0]), (sums - counts * means) / total
+
+
+def batch_means(counts: NDArray[np.int64], sums: NDArray[np.float64]) -> Contrast:
+    """Difference of means, with the variance from runs of tasks that hold both arms.
+
+    With ``u_b`` the summed influence of run b, which add up to zero, the variance is ``B/(B - 1) *
+    sum(u_b**2)``, with B - 1 degrees of freedom. Its bias is of the order of the correlation time
+    over the length of a run.
+
+    Parameters
+    ----------
+    counts : ndarray of int64, shape (B, 2)
+        Tasks of each run, columns control and treatment; no column of zeros, B >= 2.
+    sums : ndarray of float64, shape (B, 2)
+        Their summed responses.
+
+    Returns
+    -------
+    Contrast
+    """
+    value, influence = _influence(counts, sums)
+    batches = len(counts)
+    variance = batches / (batches - 1) * float(np.sum((influence[:, 1] - influence[:, 0]) ** 2))
+    return Contrast(value, variance, batches - 1)
+
+
+def clustered(counts: NDArray[np.int64], sums: NDArray[np.float64]) -> Contrast:
+    """Difference of means weighted by tasks, with the variance from clusters that each hold one arm
+    only.
+
+    The arms are drawn cluster by cluster, so each arm is a sample of its own: with K_z clusters and
+    the influences ``u``, its part is ``V_z = K_z/(K_z - 1) * sum(u**2)`` and the variance is ``V_1
+    + V_0``. With clusters of equal size this is Welch's. The degrees of freedom are
+    Satterthwaite's.
+
+    Parameters
+    ----------
+    counts : ndarray of int64, shape (K, 2)
+        Tasks of each cluster, columns control and treatment; in each row one of the two is 0. At
+        least two clusters an arm.
+    sums : ndarray of float64, shape (K, 2)
+        Their summed responses.
+
+    Returns
+    -------
+    Contrast
+    """
+    value, influence = _influence(counts, sums)
+    clusters = np.count_nonzero(counts, axis=0)
+    parts = clusters / (clusters - 1) * np.sum(influence**2, axis=0)
+    variance = float(parts.sum())
+    spread = float(np.sum(parts**2 / (clusters - 1)))
+    freedom = variance**2 / spread if spread > 0.0 else float(clusters.sum() - 2)
+    return Contrast(value, variance, freedom)
+
+
+def difference_in_sums(
+    moments: NDArray[np.float64], propensity: float | None = None
+) -> WindowContrast:
+    """Differences in truncated sums from the moments of each arm, with their plug-in variances.
+
+    Group means (``propensity=None``): difference of the arms' means; the covariance matrix is the
+    sum over arms of the sample covariance matrix divided by the arm's count.
+
+    Inverse propensity: mean over all windows of the scores ``(Z/p - (1 - Z)/(1 - p)) Q``; the
+    covariance matrix is that of the scores divided by their number. The scores of an arm are its
+    sums times a constant, so their moments follow from the arms' without a second pass.
+
+    Parameters
+    ----------
+    moments : ndarray of float64, shape (2, 6)
+        As `kernels.window_moments` returns; at least two windows an arm.
+    propensity : float, optional
+        Known probability of treatment, in (0, 1); None for group means.
+
+    Returns
+    -------
+    WindowContrast
+    """
+    count = moments[:, 0]
+    means = moments[:, 1:3]
+    products = moments[:, 3:6]  # of response, of queue, of both
+    if propensity is None:
+        difference = means[1] - means[0]
+        covariances = np.sum(products / ((count - 1.0) * count)[:, None], axis=0)
+    else:
+        weight = np.array([-1.0 / (1.0 - propensity), 1.0 / propensity])
+        total = count.sum()
+        scores = weight[:, None] * means
+        difference = count @ scores / total
+        away = scores - difference
+        between = np.column_stack([away[:, 0] ** 2, away[:, 1] ** 2, away[:, 0] * away[:, 1]])
+        covariances = (weight**2 @ products + count @ between) / ((total - 1.0) * total)
+    return WindowContrast(*(float(x) for x in (*difference, *covariances)))
+
+
+def best_weight(variance_response: float, variance_queue: float, covariance: float) -> float:
+    """Weight of the response that gives the mixture the smallest variance.
+
+    ``(V_q - C) / (V_w + V_q - 2 C)``, which may lie outside [0, 1]. The denominator is the variance
+    of the difference of the two parts. Where that is zero to within rounding, every weight gives
+    the same variance, and the weight is 1/2.
+
+    Returns
+    -------
+    float
+    """
+    spread = variance_response + variance_queue - 2.0 * covariance
+    if spread <= 1e-12 * (variance_response + variance_queue):
+        return 0.5
+    return (variance_queue - covariance) / spread
+
+
+def mixture_variance(
+    alpha: float, variance_response: float, variance_queue: float, covariance: float
+) -> float:
+    """Variance of ``alpha * response + (1 - alpha) * queue``.
+
+    Returns
+    -------
+    float
+    """
+    beta = 1.0 - alpha
+    variance = (
+        alpha**2 * variance_response + 2.0 * alpha * beta * covariance + beta**2 * variance_queue
+    )
+    return max(variance, 0.0)  # a zero may come out as a rounding error below zero

@@ -1,0 +1,1017 @@
+"""Every jitted function of qdq, and nothing else.
+
+All kernels live in this one file because numba's disk cache notices an edit of the file that holds a
+function but not of the files it calls into: with one file, a cached kernel is never stale.
+
+Rules the kernels keep: plain typed loops, arrays and scalars in, arrays and scalars out; only
+``+ - * /``, ``sqrt`` and the polynomial ``log``, ``exp`` and ``sin`` below, never ``fastmath``, so that
+the bits agree between processors and with the same function run uncompiled; no exception is raised in a
+loop, a status code is returned instead; nothing is global and nothing is drawn from a generator that has
+a state.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+# error_model="numpy": a division must not branch to an exception, or the loop around it is not vectorised.
+# nogil: replications run side by side in threads.
+jit = njit(cache=True, nogil=True, error_model="numpy")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Codes shared with the Python face
+# ---------------------------------------------------------------------------------------------------
+
+POWER_OF_D = 0
+SHORTEST_EXPECTED_DELAY = 1
+JOIN_SHORTEST_QUEUE = 2
+LEAST_WORK_LEFT = 3
+JOIN_IDLE_QUEUE = 4
+ROUND_ROBIN = 5
+USER_POLICY = 6
+
+EXPONENTIAL = 0
+DETERMINISTIC = 1
+PARETO = 2
+LOGNORMAL = 3
+SERVICE_TRACE = 4
+
+POISSON = 0
+PERIODIC = 1
+ARRIVAL_TRACE = 2
+
+ASSIGN_BY_TASK = 0
+ASSIGN_BY_PERIOD = 1
+ASSIGN_AS_GIVEN = 2
+
+FINISHED = 0
+NEEDS_ROOM = 1
+BAD_CHOICE = 2
+
+# ---------------------------------------------------------------------------------------------------
+# Random draws: a counter-based generator and elementary functions
+#
+# Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011) turns a key and a counter into four 32-bit words. The key
+# belongs to a replication; the counter is (task, purpose, part). So any draw of any task can be made alone,
+# in any order and by any thread, and two policies meet the same draws.
+# ---------------------------------------------------------------------------------------------------
+
+LOW32 = np.uint64(0xFFFFFFFF)
+BITS32 = np.uint64(32)
+PHILOX_M0 = np.uint64(0xD2511F53)
+PHILOX_M1 = np.uint64(0xCD9E8D57)
+PHILOX_W0 = np.uint64(0x9E3779B9)
+PHILOX_W1 = np.uint64(0xBB67AE85)
+
+# Tasks of the warm-up have negative numbers; the offset keeps counters positive.
+COUNTER_OFFSET = 1 << 62
+
+# The purposes, the third word of the counter.
+DRAW_TIMES = 0  # gap between arrivals (words 0, 1) and service requirement (words 2, 3)
+DRAW_ROUTE = 1  # part 0: treatment (word 0) and candidates 0 to 2; part k: candidates 4k - 1 to 4k + 2
+DRAW_TIES = 2  # choice among tied servers, and the u of a user's policy (words 0, 1)
+DRAW_ANGLE = 3  # second uniform of a normal (words 0, 1)
+DRAW_PERIOD = 4  # treatment of a switchback period (word 0)
+
+
+@jit
+def philox_block(key, purpose, part, first, w0, w1, w2, w3):
+    """Fill w0..w3 (uint64, below 2^32) with the words of the counters first, first + 1, ..."""
+    key0 = np.uint64(key[0])
+    key1 = np.uint64(key[1])
+    for j in range(w0.size):
+        counter = np.uint64(first + j + COUNTER_OFFSET)
+        c0 = counter & LOW32
+        c1 = counter >> BITS32
+        c2 = np.uint64(purpose)
+        c3 = np.uint64(part)
+        k0 = key0
+        k1 = key1
+        for _ in range(10):
+            p0 = c0 * PHILOX_M0
+            p1 = c2 * PHILOX_M1
+            c0 = (p1 >> BITS32) ^ c1 ^ k0
+            c1 = p1 & LOW32
+            c2 = (p0 >> BITS32) ^ c3 ^ k1
+            c3 = p0 & LOW32
+            k0 = (k0 + PHILOX_W0) & LOW32
+            k1 = (k1 + PHILOX_W1) & LOW32
+        w0[j] = c0
+        w1[j] = c1
+        w2[j] = c2
+        w3[j] = c3
+
+
+ONE_BITS = np.uint64(0x3FF0000000000000)  # the bits of 1.0
+SQRT_HALF_BITS = np.uint64(0x3FE6A09E667F3BCD)  # the bits of sqrt(1/2)
+MANTISSA = np.uint64(0x000FFFFFFFFFFFFF)
+TWO52_BITS = np.uint64(0x4330000000000000)  # the bits of 2^52: or-ing a small integer in adds it
+TWO52 = 4503599627370496.0
+BITS52 = np.uint64(52)
+BITS12 = np.uint64(12)
+BITS20 = np.uint64(20)
+# log 2 in two parts; the first has 32 trailing zero bits, so its product with an exponent is exact.
+LN2_HIGH = 6.93147180369123816490e-01
+LN2_LOW = 1.90821492927058770002e-10
+INVERSE_LN2 = 1.4426950408889634
+TWO_PI = 6.283185307179586
+
+
+@jit
+def uniform(high, low):
+    """Return (k + 1/2) / 2^52, in (0, 1), with k the upper 52 bits of two 32-bit words."""
+    bits = (high << BITS20) | (low >> BITS12)
+    return np.uint64(bits | ONE_BITS).view(np.float64) - (1.0 - 0.5 / TWO52)
+
+
+@jit
+def log(x):
+    """Return the natural logarithm of a positive normal number.
+
+    x = 2^e m with m in [sqrt(1/2), sqrt(2)) and log m = 2 artanh(s), s = (m - 1) / (m + 1), by its power
+    series; s^2 is below 0.0295, so the term after the last kept is below 1e-18 of the sum.
+    """
+    shifted = np.float64(x).view(np.uint64) + (ONE_BITS - SQRT_HALF_BITS)
+    e = np.uint64((shifted >> BITS52) | TWO52_BITS).view(np.float64) - (TWO52 + 1023.0)
+    m = np.uint64((shifted & MANTISSA) + SQRT_HALF_BITS).view(np.float64)
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    series = 1 / 17 + z * (1 / 19 + z * (1 / 21 + z / 23))
+    series = 1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15 + z * series)))
+    series = z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * series)))
+    return e * LN2_HIGH + ((2.0 * s + 2.0 * s * series) + e * LN2_LOW)
+
+
+@jit
+def exp(x):
+    """Return e^x for |x| < 700: x = k log 2 + r with |r| < 0.35, and the power series of e^r."""
+    k = np.floor(x * INVERSE_LN2 + 0.5)
+    r = (x - k * LN2_HIGH) - k * LN2_LOW
+    series = 1.0 + r / 14.0
+    for i in range(13, 0, -1):
+        series = 1.0 + r * series / i
+    scale = np.uint64(np.uint64(k + 1023.0) << BITS52).view(np.float64)
+    return series * scale
+
+
+@jit
+def sin_turns(x):
+    """Return sin(2 pi x): x is brought into [-1/4, 1/4] exactly, then the power series."""
+    r = x - np.floor(x + 0.5)
+    if r > 0.25:
+        r = 0.5 - r
+    elif r < -0.25:
+        r = -0.5 - r
+    y = TWO_PI * r
+    z = y * y
+    series = 1.0
+    for i in range(21, 1, -2):
+        series = 1.0 - z * series / (i * (i - 1))
+    return y * series
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is drawn for a block of tasks
+# ---------------------------------------------------------------------------------------------------
+
+
+@jit
+def periodic_time(count, rate, amplitude, period):
+    """Return the time at which the expected number of arrivals since time 0 is `count`.
+
+    In cycles, tau + amplitude / (2 pi) (1 - cos(2 pi tau)) = count / (rate period): whole cycles apart, by
+    Newton steps, halving the bracket instead wherever a step would leave it (the rate may touch zero).
+    """
+    cycles = count / (rate * period)
+    whole = np.floor(cycles)
+    target = cycles - whole
+    low = 0.0
+    high = 1.0
+    tau = target
+    for _ in range(100):
+        error = tau + amplitude / TWO_PI * (1.0 - sin_turns(tau + 0.25)) - target
+        if error > 0.0:
+            high = tau
+        else:
+            low = tau
+        slope = 1.0 + amplitude * sin_turns(tau)
+        step = tau - error / slope if slope > 1e-9 else -1.0
+        if not (low <= step <= high):
+            step = 0.5 * (low + high)
+        if abs(step - tau) <= 1e-15:
+            break
+        tau = step
+    return period * (whole + tau)
+
+
+@jit
+def warm_up_start(key, arrival_kind, rate, amplitude, period, warm_up):
+    """Return how many tasks arrive in [-warm_up, 0), and the expected arrivals between the first and time 0.
+
+    A Poisson process is drawn backwards from time 0, so that a longer warm-up leaves the later tasks, and
+    all logged ones, with the draws that they had.
+    """
+    size = 1024
+    w0 = np.empty(size, np.uint64)
+    w1 = np.empty(size, np.uint64)
+    w2 = np.empty(size, np.uint64)
+    w3 = np.empty(size, np.uint64)
+    limit = rate * warm_up
+    if arrival_kind == PERIODIC:
+        limit -= rate * amplitude * period / TWO_PI * (1.0 - sin_turns(-warm_up / period + 0.25))
+    n = 0
+    total = 0.0
+    while True:
+        philox_block(key, DRAW_TIMES, 0, -n - size, w0, w1, w2, w3)
+        for j in range(size - 1, -1, -1):
+            gap = -log(uniform(w0[j], w1[j]))
+            if total + gap > limit:
+                return n, total
+            total += gap
+            n += 1
+
+
+@jit
+def draw_arrivals(kind, rate, amplitude, period, first, clock, w0, w1, trace, arrival):
+    """Fill `arrival` with the times of tasks first, first + 1, ...; return the clock after them.
+
+    The clock counts expected arrivals. Tasks of a warm-up come before their gap, the others after it, since
+    the warm-up is drawn backwards from time 0.
+    """
+    for j in range(arrival.size):
+        if kind == ARRIVAL_TRACE:
+            arrival[j] = trace[first + j]
+        else:
+            arrival[j] = -log(uniform(w0[j], w1[j]))
+    if kind == ARRIVAL_TRACE:
+        return clock
+    for j in range(arrival.size):
+        gap = arrival[j]
+        if first < 0:
+            arrival[j] = clock
+            clock = min(clock + gap, 0.0)
+        else:
+            clock += gap
+            arrival[j] = clock
+    if kind == POISSON:
+        for j in range(arrival.size):
+            arrival[j] /= rate
+    else:
+        for j in range(arrival.size):
+            arrival[j] = periodic_time(arrival[j], rate, amplitude, period)
+    return clock
+
+
+@jit
+def draw_requirements(kind, a, b, key, first, w2, w3, trace, requirement):
+    """Fill `requirement` with the service requirements of tasks first, first + 1, ..."""
+    n = requirement.size
+    if kind == EXPONENTIAL:
+        for j in range(n):
+            requirement[j] = -log(uniform(w2[j], w3[j]))
+    elif kind == DETERMINISTIC:
+        for j in range(n):
+            requirement[j] = 1.0
+    elif kind == PARETO:
+        for j in range(n):
+            requirement[j] = a * exp(b * log(uniform(w2[j], w3[j])))
+    elif kind == LOGNORMAL:
+        v0 = np.empty(n, np.uint64)
+        v1 = np.empty(n, np.uint64)
+        v2 = np.empty(n, np.uint64)
+        v3 = np.empty(n, np.uint64)
+        philox_block(key, DRAW_ANGLE, 0, first, v0, v1, v2, v3)
+        for j in range(n):  # Box and Muller
+            radius = np.sqrt(-2.0 * log(uniform(w2[j], w3[j])))
+            requirement[j] = exp(a + b * (radius * sin_turns(uniform(v0[j], v1[j]))))
+    else:
+        for j in range(n):
+            if first + j < 0:
+                requirement[j] = trace[int(uniform(w2[j], w3[j]) * trace.size)]
+            else:
+                requirement[j] = trace[first + j]
+
+
+@jit
+def draw_treated(kind, threshold, period, key, first, w0, arrival, given, treated):
+    """Fill `treated` with 0 or 1 for tasks first, first + 1, ..., whose first routing words are w0."""
+    if kind == ASSIGN_BY_TASK:
+        for j in range(treated.size):
+            treated[j] = w0[j] < threshold
+    elif kind == ASSIGN_AS_GIVEN:
+        for j in range(treated.size):
+            treated[j] = given[first + j]
+    else:
+        v0 = np.empty(1, np.uint64)
+        v1 = np.empty(1, np.uint64)
+        v2 = np.empty(1, np.uint64)
+        v3 = np.empty(1, np.uint64)
+        current = 0
+        drawn = False
+        for j in range(treated.size):
+            index = int(np.floor(arrival[j] / period))
+            if not drawn or index != current:
+                philox_block(key, DRAW_PERIOD, 0, index, v0, v1, v2, v3)
+                current = index
+                drawn = True
+            treated[j] = v0[0] < threshold
+
+
+@jit
+def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, candidates):
+    """Fill candidates[c, j] with the c-th server in the random order of task first + j.
+
+    The order is that of a Fisher-Yates shuffle of the arm's servers: step c swaps positions c and c + k_c,
+    k_c uniform below n - c. The shuffle itself is not done; position c + k_c is traced back through the
+    earlier swaps, or, where many candidates are asked for, done on one array and undone. A multiple of a
+    32-bit word picks k_c, so a probability is off by at most n / 2^32 of itself.
+    """
+    depth, size = candidates.shape
+    v0 = np.empty(size, np.uint64)
+    v1 = np.empty(size, np.uint64)
+    v2 = np.empty(size, np.uint64)
+    v3 = np.empty(size, np.uint64)
+    for c in range(depth):
+        if c == 0:
+            word = w1
+        elif c == 1:
+            word = w2
+        elif c == 2:
+            word = w3
+        else:
+            part = (c + 1) // 4
+            place = (c + 1) % 4
+            if place == 0:
+                philox_block(key, DRAW_ROUTE, part, first, v0, v1, v2, v3)
+                word = v0
+            elif place == 1:
+                word = v1
+            elif place == 2:
+                word = v2
+            else:
+                word = v3
+        for j in range(size):
+            # Clamped at the last position: an arm with fewer servers than `depth` leaves the rest unused.
+            left = max(n_members[treated[j]] - c, 1)
+            candidates[c, j] = c + np.int64((word[j] * np.uint64(left)) >> BITS32)
+    if depth <= 12:
+        for c in range(depth - 1, 0, -1):
+            for j in range(size):
+                x = candidates[c, j]
+                for i in range(c - 1, -1, -1):
+                    if x == candidates[i, j]:
+                        x = i
+                candidates[c, j] = x
+        for c in range(depth):
+            for j in range(size):
+                candidates[c, j] = members[treated[j], min(candidates[c, j], members.shape[1] - 1)]
+    else:
+        order = np.empty(members.shape[1] + depth, np.int64)
+        for i in range(order.size):
+            order[i] = i
+        swapped = np.empty(depth, np.int64)
+        for j in range(size):
+            for c in range(depth):
+                x = candidates[c, j]
+                swapped[c] = x
+                candidates[c, j] = members[treated[j], min(order[x], members.shape[1] - 1)]
+                order[x] = order[c]
+            for c in range(depth):
+                order[swapped[c]] = swapped[c]
+                order[c] = c
+
+
+# ---------------------------------------------------------------------------------------------------
+# Dispatching tasks
+#
+# A FCFS server needs no events: a task that joins at t starts at max(t, departure of the task before it)
+# and departs a service time later (Lindley), so its departure is known when it is assigned. Tasks in system
+# at time s are the departures after s. Each server keeps its 8 newest departures, newest first, in a line
+# of 64 bytes, and those are counted without a branch; the rare older ones that are still after s wait in
+# `overflow`, one queue a server in a shared pool.
+#
+# Delays: a task that reaches its server b after its arrival, seen a later, is the same as one that joins at
+# once, seen a + b later, and departs b later than it would. So the loop knows one delay, a + b.
+# ---------------------------------------------------------------------------------------------------
+
+
+class System(NamedTuple):
+    """What `run` needs to know of scenario and design. Arms: row or entry 0 is control, 1 treatment."""
+
+    key: NDArray[np.uint32]  # (2,) of the replication
+    arrival_kind: int
+    arrival_rate: float  # of the whole system
+    amplitude: float
+    period: float
+    arrival_trace: NDArray[np.float64]
+    service_kind: int
+    service_a: float
+    service_b: float
+    service_trace: NDArray[np.float64]
+    rates: NDArray[np.float64]  # (N,)
+    delay: float  # information delay + dispatch delay
+    dispatch_delay: float
+    counts_own_dispatches: bool
+    policy: NDArray[np.int64]  # (2,) kinds
+    d: NDArray[np.int64]  # (2,) candidates that each policy looks at
+    n_members: NDArray[np.int64]  # (2,) servers that each arm may use
+    members: NDArray[np.int64]  # (2, N) which they are, in increasing order
+    depth: int  # candidates to draw for each task
+    candidates: NDArray[np.int32]  # (n, depth) given, or (0, 0): draw them
+    assignment: int
+    threshold: int  # treated if a 32-bit word is below
+    switch_period: float
+    treated: NDArray[np.bool_]  # (n,) given, or (0,)
+    needs_ties: bool
+
+
+class State(NamedTuple):
+    """The servers and what the dispatcher knows, between two tasks. `run` changes the arrays in place."""
+
+    clock: NDArray[np.float64]  # (1,) expected arrivals since time 0
+    lines: NDArray[np.float64]  # (N, 8) newest departures, newest first
+    overflow_count: NDArray[np.int64]  # (N,)
+    overflow_head: NDArray[np.int64]  # (N,) oldest entry in the pool
+    overflow_tail: NDArray[np.int64]  # (N,)
+    pool: NDArray[np.float64]  # (M,) departures
+    pool_next: NDArray[np.int64]  # (M,) next newer of the same server, or next free
+    pool_free: NDArray[np.int64]  # (1,) first free entry, or -1
+    pointer: NDArray[np.int64]  # (2,) round robin
+    # Dispatches that the dispatcher does not see yet (only with a delay): a ring, and totals by server.
+    ring: NDArray[np.int64]  # (2,) entries ever popped and ever pushed
+    ring_time: NDArray[np.float64]
+    ring_server: NDArray[np.int64]
+    ring_service: NDArray[np.float64]
+    ring_departure: NDArray[np.float64]
+    unseen: NDArray[np.int64]  # (N,) their number
+    unseen_work: NDArray[np.float64]  # (N,) their service times
+    seen_departure: NDArray[np.float64]  # (N,) departure of the newest task that is seen
+
+
+class Record(NamedTuple):
+    """What `run` writes, row i for task start + i. Optional arrays have length 0 where not asked for."""
+
+    arrival: NDArray[np.float64]
+    departure: NDArray[np.float64]
+    treated: NDArray[np.bool_]
+    server: NDArray[np.int32]
+    service_time: NDArray[np.float64]
+    candidates: NDArray[np.int32]  # (n, depth)
+    choice: NDArray[np.int32]  # (n, 2)
+    queue_lengths: NDArray[np.int32]  # (n, N)
+
+
+@njit(inline="always", error_model="numpy")
+def tasks_after(s, time, lines, overflow_count, overflow_head, pool, pool_next, pool_free):
+    """Count the departures from server s after `time`; drop the others from the overflow."""
+    q = 0
+    for i in range(8):
+        q += lines[s, i] > time
+    if q == 8 and overflow_count[s] > 0:
+        while overflow_count[s] > 0 and pool[overflow_head[s]] <= time:
+            entry = overflow_head[s]
+            overflow_head[s] = pool_next[entry]
+            overflow_count[s] -= 1
+            pool_next[entry] = pool_free[0]
+            pool_free[0] = entry
+        q += overflow_count[s]
+    return q
+
+
+@njit(inline="always", error_model="numpy")
+def work_seen(s, time, delayed, counts_own, lines, unseen_work, seen_departure):
+    """Return the unfinished work of server s as the dispatcher sees it, in time units."""
+    if not delayed:
+        return max(lines[s, 0] - time, 0.0)
+    work = max(seen_departure[s] - time, 0.0)
+    if counts_own:
+        work += unseen_work[s]
+    return work
+
+
+@jit
+def run(system, state, record, start, stop, block, choose_control, choose_treatment):
+    """Draw and dispatch the tasks start, ..., stop - 1; return (status, task reached).
+
+    With status NEEDS_ROOM the pool or the ring is full: enlarged, the run goes on from the task reached.
+    `choose_control` and `choose_treatment` are the user's compiled policies, or None.
+    """
+    depth = system.depth
+    delay = system.delay
+    dispatch_delay = system.dispatch_delay
+    delayed = delay > 0.0
+    counts_own = system.counts_own_dispatches
+    hides = delayed and not counts_own
+    policy0 = system.policy[0]
+    policy1 = system.policy[1]
+    d0 = system.d[0]
+    d1 = system.d[1]
+    rates = system.rates
+    members = system.members
+    n_members = system.n_members
+    n_servers = rates.size
+    lines = state.lines
+    overflow_count = state.overflow_count
+    overflow_head = state.overflow_head
+    overflow_tail = state.overflow_tail
+    pool = state.pool
+    pool_next = state.pool_next
+    pool_free = state.pool_free
+    unseen = state.unseen
+    unseen_work = state.unseen_work
+    seen_departure = state.seen_departure
+    pointer = state.pointer
+    ring_time = state.ring_time
+    ring_server = state.ring_server
+    ring_service = state.ring_service
+    ring_departure = state.ring_departure
+    ring_size = ring_time.size
+    popped = state.ring[0]
+    pushed = state.ring[1]
+    out_arrival = record.arrival
+    out_departure = record.departure
+    out_treated = record.treated
+    out_server = record.server
+    out_service = record.service_time
+    out_candidates = record.candidates
+    out_choice = record.choice
+    out_lengths = record.queue_lengths
+    keeps_service = out_service.size > 0
+    keeps_candidates = out_candidates.size > 0
+    keeps_lengths = out_lengths.size > 0
+    both_choices = out_choice.size > 0
+
+    clock_before = 0.0
+    arrival = np.empty(block)
+    requirement = np.empty(block)
+    treated = np.empty(block, np.int64)
+    candidates = np.empty((depth, block), np.int64)
+    w = np.empty((4, block), np.uint64)
+    tie = np.zeros(block)
+    score = np.empty(n_servers)
+    lengths = np.empty(n_servers, np.int64)
+    work = np.empty(n_servers)
+
+    status = FINISHED
+    first = start
+    while first < stop and status == FINISHED:
+        m = min(block, stop - first)
+        A = arrival[:m]
+        R = requirement[:m]
+        Z = treated[:m]
+        C = candidates[:, :m]
+        w0 = w[0, :m]
+        w1 = w[1, :m]
+        w2 = w[2, :m]
+        w3 = w[3, :m]
+        philox_block(system.key, DRAW_TIMES, 0, first, w0, w1, w2, w3)
+        clock_before = state.clock[0]
+        clock = draw_arrivals(
+            system.arrival_kind,
+            system.arrival_rate,
+            system.amplitude,
+            system.period,
+            first,
+            clock_before,
+            w0,
+            w1,
+            system.arrival_trace,
+            A,
+        )
+        draw_requirements(
+            system.service_kind,
+            system.service_a,
+            system.service_b,
+            system.key,
+            first,
+            w2,
+            w3,
+            system.service_trace,
+            R,
+        )
+        philox_block(system.key, DRAW_ROUTE, 0, first, w0, w1, w2, w3)
+        draw_treated(
+            system.assignment,
+            np.uint64(system.threshold),
+            system.switch_period,
+            system.key,
+            first,
+            w0,
+            A,
+            system.treated,
+            Z,
+        )
+        if system.candidates.size > 0:
+            for c in range(depth):
+                for j in range(m):
+                    C[c, j] = system.candidates[first + j, c]
+        else:
+            draw_candidates(system.key, first, w1, w2, w3, Z, n_members, members, C)
+        if system.needs_ties:
+            philox_block(system.key, DRAW_TIES, 0, first, w0, w1, w2, w3)
+            for j in range(m):
+                tie[j] = uniform(w0[j], w1[j])
+
+        for j in range(m):
+            t = A[j]
+            seen_at = t - delay
+            if pool_free[0] < 0 or (delayed and pushed - popped == ring_size):
+                status = NEEDS_ROOM
+                stop = first + j
+                break
+            if delayed:
+                while popped < pushed and ring_time[popped % ring_size] <= seen_at:
+                    entry = popped % ring_size
+                    s = ring_server[entry]
+                    unseen[s] -= 1
+                    unseen_work[s] -= ring_service[entry]
+                    if unseen[s] == 0:  # no trace of rounding: equal work must stay equal
+                        unseen_work[s] = 0.0
+                    seen_departure[s] = ring_departure[entry]
+                    popped += 1
+
+            z = Z[j]
+            chosen = 0
+            for k in range(2 if both_choices else 1):
+                arm = k if both_choices else z
+                policy = policy1 if arm == 1 else policy0
+                choice = 0
+                least = np.inf
+                if policy == POWER_OF_D or policy == SHORTEST_EXPECTED_DELAY:
+                    d = d1 if arm == 1 else d0
+                    # A short list is looked at whole, whatever the arm: no branch on a coin.
+                    for c in range(depth if depth <= 4 else d):
+                        s = C[c, j]
+                        q = tasks_after(
+                            s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
+                        )
+                        if hides:
+                            q -= unseen[s]
+                        value = (q + 1) / rates[s] if policy == SHORTEST_EXPECTED_DELAY else float(q)
+                        better = value < least and c < d
+                        least = value if better else least
+                        choice = s if better else choice
+                elif policy == ROUND_ROBIN:
+                    choice = members[arm, pointer[arm]]
+                elif policy == USER_POLICY:
+                    for s in range(n_servers):
+                        q = tasks_after(
+                            s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
+                        )
+                        lengths[s] = q - unseen[s] if hides else q
+                        work[s] = work_seen(
+                            s, seen_at, delayed, counts_own, lines, unseen_work, seen_departure
+                        )
+                    mine = C[: n_members[arm], j].copy()
+                    if choose_control is not None:
+                        if arm == 0:
+                            choice = np.int64(choose_control(lengths, work, rates, mine, tie[j]))
+                    if choose_treatment is not None:
+                        if arm == 1:
+                            choice = np.int64(choose_treatment(lengths, work, rates, mine, tie[j]))
+                    allowed = False
+                    for c in range(n_members[arm]):
+                        allowed = allowed or members[arm, c] == choice
+                    if not allowed:
+                        status = BAD_CHOICE
+                        choice = 0
+                else:  # the least of all servers
+                    tied = 0
+                    for c in range(n_members[arm]):
+                        s = members[arm, c]
+                        if policy == LEAST_WORK_LEFT:
+                            value = work_seen(
+                                s, seen_at, delayed, counts_own, lines, unseen_work, seen_departure
+                            )
+                        else:
+                            q = tasks_after(
+                                s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
+                            )
+                            if hides:
+                                q -= unseen[s]
+                            value = float(min(q, 1) if policy == JOIN_IDLE_QUEUE else q)
+                        score[c] = value
+                        if value < least:
+                            least = value
+                            tied = 1
+                        elif value == least:
+                            tied += 1
+                    # The nth of the tied in increasing order, n uniform.
+                    n = int(tie[j] * tied)
+                    for c in range(n_members[arm]):
+                        if score[c] == least:
+                            if n == 0:
+                                choice = members[arm, c]
+                            n -= 1
+                if both_choices:
+                    out_choice[first + j - start, arm] = choice
+                if arm == z:
+                    chosen = choice
+            if status != FINISHED:
+                stop = first + j
+                break
+            if keeps_lengths:
+                for s in range(n_servers):
+                    q = tasks_after(
+                        s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
+                    )
+                    out_lengths[first + j - start, s] = q - unseen[s] if hides else q
+            if (policy1 if z == 1 else policy0) == ROUND_ROBIN:
+                pointer[z] = (pointer[z] + 1) % n_members[z]
+
+            newest = lines[chosen, 0]
+            service = R[j] / rates[chosen]
+            departure = max(t, newest) + service
+            oldest = lines[chosen, 7]
+            if oldest > seen_at:
+                entry = pool_free[0]
+                pool_free[0] = pool_next[entry]
+                pool[entry] = oldest
+                if overflow_count[chosen] == 0:
+                    overflow_head[chosen] = entry
+                else:
+                    pool_next[overflow_tail[chosen]] = entry
+                overflow_tail[chosen] = entry
+                overflow_count[chosen] += 1
+            for i in range(7, 0, -1):
+                lines[chosen, i] = lines[chosen, i - 1]
+            lines[chosen, 0] = departure
+            if delayed:
+                entry = pushed % ring_size
+                ring_time[entry] = t
+                ring_server[entry] = chosen
+                ring_service[entry] = service
+                ring_departure[entry] = departure
+                pushed += 1
+                unseen[chosen] += 1
+                unseen_work[chosen] += service
+
+            i = first + j - start
+            out_arrival[i] = t
+            out_departure[i] = departure + dispatch_delay
+            out_treated[i] = z == 1
+            out_server[i] = chosen
+            if keeps_service:
+                out_service[i] = service
+            if keeps_candidates:
+                for c in range(depth):
+                    out_candidates[i, c] = C[c, j]
+
+        if status == FINISHED:
+            state.clock[0] = clock
+            first += m
+        elif stop > first and system.arrival_kind != ARRIVAL_TRACE:
+            # Stopped inside the block: the clock as it stands before the task reached.
+            philox_block(system.key, DRAW_TIMES, 0, first, w0, w1, w2, w3)
+            state.clock[0] = draw_arrivals(
+                POISSON, 1.0, 0.0, 0.0, first, clock_before, w0, w1, system.arrival_trace, A[: stop - first]
+            )
+    state.ring[0] = popped
+    state.ring[1] = pushed
+    return status, stop
+
+
+# The same loop for scenarios with a user's policy: its type is new in every process, so nothing is cached.
+run_with_user_policy = njit(nogil=True, error_model="numpy")(getattr(run, "py_func", run))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Tasks in system and estimation: one pass over a log
+# ---------------------------------------------------------------------------------------------------
+
+
+@jit
+def next_arrival(arrival, moment):
+    """Index of the first arrival at or after each moment; n if there is none.
+
+    A grid of buckets over the arrivals narrows the search to the few arrivals of one bucket. The bucket
+    of a time is a monotone function of it, rounding included, so the answer is exact.
+
+    Parameters
+    ----------
+    arrival : float64 (n,), n >= 1, non-decreasing
+    moment : float64 (m,), in any order
+
+    Returns
+    -------
+    int64 (m,)
+    """
+    n = len(arrival)
+    origin = arrival[0]
+    last = arrival[n - 1]
+    buckets = n // 2 + 1
+    # A span too small to divide by puts all arrivals into one bucket.
+    per_time = buckets / (last - origin) if last - origin > 1e-200 else 0.0
+    begin = np.zeros(buckets + 2, dtype=np.int64)
+    for k in range(n):
+        begin[int((arrival[k] - origin) * per_time) + 1] = k + 1
+    for bucket in range(1, buckets + 2):
+        begin[bucket] = max(begin[bucket], begin[bucket - 1])
+    index = np.empty(len(moment), dtype=np.int64)
+    for j in range(len(moment)):
+        if moment[j] > last:
+            index[j] = n
+        elif moment[j] <= origin:
+            index[j] = 0
+        else:
+            bucket = int((moment[j] - origin) * per_time)
+            low = begin[bucket]
+            high = begin[bucket + 1]
+            while low < high:
+                middle = (low + high) >> 1
+                if arrival[middle] < moment[j]:
+                    low = middle + 1
+                else:
+                    high = middle
+            index[j] = low
+    return index
+
+
+@jit
+def tasks_in_system(leaves_at, carried_leaves_at):
+    """Tasks that each arrival finds in the system, itself not counted.
+
+    Task j is found by the arrivals k with j < k < leaves_at[j]. A task whose time in the system is zero
+    has leaves_at[j] <= j, so no later arrival finds it, however many arrive at the same instant.
+
+    Parameters
+    ----------
+    leaves_at : int64 (n,), index of the first arrival at or after the end of each task (`next_arrival`)
+    carried_leaves_at : int64 (m,), the same for the tasks in the system before the first arrival
+
+    Returns
+    -------
+    int64 (n,)
+    """
+    n = len(leaves_at)
+    found = np.zeros(n, dtype=np.int64)
+    for k in carried_leaves_at:
+        if k < n:
+            found[k] -= 1
+    for j in range(n):
+        k = leaves_at[j]
+        if j < k < n:
+            found[k] -= 1
+    present = len(carried_leaves_at)
+    for k in range(n):
+        present += found[k]
+        found[k] = present
+        if leaves_at[k] > k:
+            present += 1
+    return found
+
+
+@jit
+def area_between_arrivals(
+    arrival, departure, leaves_at, carried_departure, carried_leaves_at, found
+):
+    """Integral of the number in system from arrival k - 1 to arrival k; 0 at k = 0.
+
+    The tasks still there at arrival k fill the whole gap; those that leave inside it fill a part. Only
+    positive terms are added, so nothing cancels.
+
+    Parameters
+    ----------
+    arrival, departure : float64 (n,)
+    leaves_at : int64 (n,), as for `tasks_in_system`
+    carried_departure : float64 (m,), departures of the tasks in the system before the first arrival
+    carried_leaves_at : int64 (m,)
+    found : int64 (n,), what `tasks_in_system` returned
+
+    Returns
+    -------
+    float64 (n,), tasks x time
+    """
+    n = len(arrival)
+    area = np.zeros(n)
+    for j in range(len(carried_departure)):
+        k = carried_leaves_at[j]
+        if 0 < k < n:
+            area[k] += carried_departure[j] - arrival[k - 1]
+    for j in range(n):
+        k = leaves_at[j]
+        if j < k < n:
+            area[k] += departure[j] - arrival[k - 1]
+    for k in range(1, n):
+        area[k] += found[k] * (arrival[k] - arrival[k - 1])
+    return area
+
+
+@jit
+def start_of_service(arrival, departure, server, delay, free):
+    """Start of service of each task at FCFS servers, from the departure of the task before it.
+
+    Parameters
+    ----------
+    arrival, departure : float64 (n,)
+    server : int32 (n,)
+    delay : float, time from arrival to joining the server
+    free : float64 (N,), when each server has served what it holds before the first arrival; overwritten
+
+    Returns
+    -------
+    float64 (n,). A start after the task's own departure shows that the server is not FCFS.
+    """
+    start = np.empty(len(arrival))
+    for k in range(len(arrival)):
+        s = server[k]
+        start[k] = max(arrival[k] + delay, free[s])
+        free[s] = departure[k]
+    return start
+
+
+@jit
+def window_moments(
+    arrival, departure, queue, treated, first, horizon, scale, by_duration
+):
+    """Moments of both truncated sums over all windows of each arm, in one pass.
+
+    Window i, from `first` to n - horizon - 1, holds the response W_i + ... + W_{i+horizon-1} and the queue
+    scale * (queue[i+1] + ... + queue[i+horizon]), times A_{i+horizon} - A_i if `by_duration`. The sums slide.
+    Deviations are taken from the first window, whose own deviation is at most sqrt(windows) standard
+    deviations of the sums, so the rounding error of a variance is at most about windows * 1e-16 of it.
+
+    Parameters
+    ----------
+    arrival, departure : float64 (n,)
+    queue : int64 or float64 (n,)
+    treated : bool (n,)
+    first, horizon : int, with first + horizon < n and horizon >= 1
+    scale : float
+    by_duration : bool
+
+    Returns
+    -------
+    float64 (2, 6), a row an arm (0 control, 1 treatment): windows; mean response, mean queue; sums of
+    squared deviations from the arm's mean of response and of queue; sum of their products. An empty arm
+    has zeros.
+    """
+    n = len(arrival)
+    response_sum = 0.0
+    queue_sum = 0.0
+    for k in range(first, first + horizon):
+        response_sum += departure[k] - arrival[k]
+        queue_sum += queue[k + 1]
+    response_origin = response_sum
+    queue_origin = queue_sum * scale
+    if by_duration:
+        queue_origin *= arrival[first + horizon] - arrival[first]
+    moments = np.zeros((2, 6))
+    moments[int(treated[first]), 0] = 1.0
+    for i in range(first + 1, n - horizon):
+        end = i + horizon
+        response_sum += (departure[end - 1] - arrival[end - 1]) - (departure[i - 1] - arrival[i - 1])
+        queue_sum += queue[end] - queue[i]
+        response = response_sum - response_origin
+        length = queue_sum * scale
+        if by_duration:
+            length *= arrival[end] - arrival[i]
+        length -= queue_origin
+        arm = int(treated[i])
+        moments[arm, 0] += 1.0
+        moments[arm, 1] += response
+        moments[arm, 2] += length
+        moments[arm, 3] += response * response
+        moments[arm, 4] += length * length
+        moments[arm, 5] += response * length
+    for arm in range(2):
+        count = moments[arm, 0]
+        if count > 0.0:
+            response = moments[arm, 1] / count
+            length = moments[arm, 2] / count
+            moments[arm, 1] = response_origin + response
+            moments[arm, 2] = queue_origin + length
+            moments[arm, 3] = max(moments[arm, 3] - count * response * response, 0.0)
+            moments[arm, 4] = max(moments[arm, 4] - count * length * length, 0.0)
+            moments[arm, 5] -= count * response * length
+    return moments
+
+
+@jit
+def batch_sums(arrival, departure, treated, edges):
+    """Count and summed response time of each arm in each run of tasks.
+
+    Parameters
+    ----------
+    arrival, departure : float64 (n,)
+    treated : bool (n,)
+    edges : int64 (B + 1,), run b holds the tasks from edges[b] to edges[b + 1] - 1
+
+    Returns
+    -------
+    counts : int64 (B, 2), columns control and treatment
+    sums : float64 (B, 2)
+    """
+    counts = np.zeros((len(edges) - 1, 2), dtype=np.int64)
+    sums = np.zeros((len(edges) - 1, 2))
+    for b in range(len(edges) - 1):
+        for i in range(edges[b], edges[b + 1]):
+            arm = int(treated[i])
+            counts[b, arm] += 1
+            sums[b, arm] += departure[i] - arrival[i]
+    return counts, sums

@@ -1,0 +1,567 @@
+"""Simulation of an experiment: scenario, design and seed in, `TaskLog` out; and replay of a given trace."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from qdq import kernels, validation
+from qdq.designs import AllControl, AllTreatment, Bernoulli, Design, ServerSplit, Switchback
+from qdq.policies import UserPolicy
+from qdq.scenario import ArrivalTrace, Periodic, Scenario, ServiceTrace
+from qdq.tasklog import TaskLog
+
+Seed = int | Sequence[int]
+
+RECORDABLE = ("service_time", "in_system", "candidates", "choices", "queue_lengths")
+
+# Child of a replication's seed that draws the servers of a split; 0, 1, ... are replications.
+_SPLIT_STREAM = 2**32 - 1
+# Tasks drawn at once: their draws stay in the processor's first caches.
+_BLOCK = 1024
+_WARM_UP_CHUNK = 1 << 16
+
+
+def seed_sequence(seed: Seed) -> np.random.SeedSequence:
+    """Return the SeedSequence of a replication.
+
+    Parameters
+    ----------
+    seed : int or sequence of int
+        An integer s >= 0 is replication 0 of ``SeedSequence(s)``; ``(s, j)`` is replication j, the one that
+        ``SeedSequence(s).spawn(j + 1)[j]`` is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is neither.
+    """
+    right = "an integer >= 0, or a tuple (seed, replication) of them"
+    if isinstance(seed, (str, bytes)) or (np.ndim(seed) > 0 and len(seed) == 0):  # type: ignore[arg-type]
+        raise validation.refuse("seed", seed, right)
+    parts = [seed, 0] if np.ndim(seed) == 0 else list(seed)  # type: ignore[arg-type, list-item]
+    numbers = [validation.integer("seed", part, right, at_least=0) for part in parts]
+    if len(numbers) == 1:
+        numbers.append(0)
+    return np.random.SeedSequence(numbers[0], spawn_key=tuple(numbers[1:]))
+
+
+def _key(stream: np.random.SeedSequence) -> NDArray[np.uint32]:
+    return stream.generate_state(2, np.uint32)
+
+
+def tie_uniforms(seed: Seed, n_tasks: int) -> NDArray[np.float64]:
+    """Return the uniform numbers by which policies that look at every server break ties.
+
+    Parameters
+    ----------
+    seed : int or sequence of int
+        As for `simulate`.
+    n_tasks : int
+        How many, from task 0 on.
+
+    Returns
+    -------
+    ndarray of float, shape (n_tasks,)
+    """
+    words = np.empty((4, n_tasks), np.uint64)
+    kernels.philox_block(_key(seed_sequence(seed)), kernels.DRAW_TIES, 0, 0, *words)
+    uniforms: NDArray[np.float64] = kernels.uniform(words[0], words[1])
+    return uniforms
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """A kernel's view of scenario and design, and the state that its runs move on."""
+
+    system: kernels.System
+    choose: tuple[Any, Any]
+    block: int
+
+    def run(self, state: kernels.State, record: kernels.Record, start: int, stop: int) -> kernels.State:
+        """Dispatch tasks start, ..., stop - 1 and return the state after them, with more room if needed."""
+        loop = kernels.run if self.choose == (None, None) else kernels.run_with_user_policy
+        reached = start
+        while True:
+            rest = kernels.Record(*(column[reached - start :] for column in record))
+            status, reached = loop(self.system, state, rest, reached, stop, self.block, *self.choose)
+            if status == kernels.FINISHED:
+                return state
+            if status == kernels.BAD_CHOICE:
+                raise ValueError(
+                    f"the UserPolicy chose, for task {reached}, a server that is not among its candidates: "
+                    "it must return one of the candidates"
+                )
+            state = _with_more_room(state)
+
+
+def _thresholds(design: Design) -> tuple[int, float]:
+    """Return the 32-bit threshold below which a draw means treatment, and the period of a switchback."""
+    if isinstance(design, AllControl):
+        return 0, 1.0
+    if isinstance(design, AllTreatment):
+        return 1 << 32, 1.0
+    if isinstance(design, Switchback):
+        return round(design.propensity * 2**32), design.period
+    assert isinstance(design, (Bernoulli, ServerSplit))
+    return round(getattr(design, "propensity", 0.5) * 2**32), 1.0
+
+
+def _engine(
+    scenario: Scenario,
+    stream: np.random.SeedSequence,
+    design: Design | None,
+    *,
+    treated: NDArray[np.bool_] | None = None,
+    arrivals: NDArray[np.float64] | None = None,
+    requirements: NDArray[np.float64] | None = None,
+    candidates: NDArray[np.int32] | None = None,
+) -> tuple[_Engine, float | None]:
+    """Return the engine, and the propensity of the design.
+
+    `treated`, `arrivals`, `requirements` and `candidates` replace what the design and the scenario would draw.
+    """
+    n = scenario.n_servers
+    policies = (scenario.control, scenario.treatment)
+    members = np.tile(np.arange(n, dtype=np.int64), (2, 1))
+    n_members = np.array([n, n], dtype=np.int64)
+    propensity: float | None = getattr(design, "propensity", None)
+    threshold, switch_period = _thresholds(design) if design is not None else (0, 1.0)
+    if isinstance(design, ServerSplit):
+        child = np.random.SeedSequence(stream.entropy, spawn_key=(*stream.spawn_key, _SPLIT_STREAM))
+        split = design.treated_servers(scenario, child)
+        design.check_stable(scenario, split)
+        for arm in (0, 1):
+            mine = np.flatnonzero(split == bool(arm))
+            n_members[arm] = mine.size
+            members[arm, : mine.size] = mine
+        # A task goes to a group in proportion to the group's capacity.
+        propensity = float(np.sum(scenario.rates[split]) / np.sum(scenario.rates))
+        threshold = round(propensity * 2**32)
+    elif isinstance(design, (AllControl, AllTreatment)):
+        propensity = float(isinstance(design, AllTreatment))
+
+    d = np.array([policy.n_choices or 0 for policy in policies], dtype=np.int64)
+    user = tuple(policy.function if isinstance(policy, UserPolicy) else None for policy in policies)
+    depth = max([int(d.max())] + [int(n_members[a]) for a in (0, 1) if user[a] is not None])
+    if candidates is not None:
+        if candidates.shape[1] < depth:
+            raise ValueError(
+                f"the log has {candidates.shape[1]} candidates a task and the policies look at {depth}: "
+                "the log must have at least as many, or no column of them (then they are drawn)"
+            )
+        if candidates.min() < 0 or candidates.max() >= n:
+            raise ValueError(
+                f"candidates run from {candidates.min()} to {candidates.max()}: "
+                f"they must be servers 0 to {n - 1}"
+            )
+    service = scenario.service
+    arrival_process = scenario.arrivals
+    if isinstance(arrival_process, ArrivalTrace) and arrivals is None:
+        arrivals = np.asarray(arrival_process.times)
+    if isinstance(service, ServiceTrace) and requirements is None:
+        requirements = np.asarray(service.requirements)
+    periodic = isinstance(arrival_process, Periodic)
+    system = kernels.System(
+        key=_key(stream),
+        arrival_kind=(
+            kernels.ARRIVAL_TRACE
+            if arrivals is not None
+            else kernels.PERIODIC
+            if periodic
+            else kernels.POISSON
+        ),
+        arrival_rate=float(scenario.total_arrival_rate),
+        amplitude=arrival_process.amplitude if isinstance(arrival_process, Periodic) else 0.0,
+        period=arrival_process.period if isinstance(arrival_process, Periodic) else 1.0,
+        arrival_trace=_contiguous(arrivals, np.float64),
+        service_kind=service.kind if requirements is None else kernels.SERVICE_TRACE,
+        service_a=service.kernel_parameters[0],
+        service_b=service.kernel_parameters[1],
+        service_trace=_contiguous(requirements, np.float64),
+        rates=scenario.rates,
+        delay=scenario.information_delay + scenario.dispatch_delay,
+        dispatch_delay=scenario.dispatch_delay,
+        counts_own_dispatches=scenario.counts_own_dispatches,
+        policy=np.array([policy.kind for policy in policies], dtype=np.int64),
+        d=d,
+        n_members=n_members,
+        members=members,
+        depth=depth,
+        candidates=(
+            np.zeros((0, 0), np.int32)
+            if candidates is None
+            else np.ascontiguousarray(candidates[:, :depth], dtype=np.int32)
+        ),
+        assignment=(
+            kernels.ASSIGN_AS_GIVEN
+            if treated is not None
+            else kernels.ASSIGN_BY_PERIOD
+            if isinstance(design, Switchback)
+            else kernels.ASSIGN_BY_TASK
+        ),
+        threshold=threshold,
+        switch_period=switch_period,
+        treated=_contiguous(treated, np.bool_),
+        needs_ties=any(policy.n_choices is None for policy in policies),
+    )
+    # Candidates of a block fill at most a few megabytes, however many servers there are.
+    block = max(16, min(_BLOCK, (1 << 19) // max(depth, 1)))
+    return _Engine(system, (user[0], user[1]), block), propensity
+
+
+def _contiguous(values: NDArray[Any] | None, dtype: Any) -> NDArray[Any]:
+    # Copied: a read-only array has another type, for which the kernel would be compiled once more.
+    return np.empty(0, dtype) if values is None else np.array(values, dtype=dtype)
+
+
+def _empty_state(n_servers: int, clock: float) -> kernels.State:
+    room = 64
+    return kernels.State(
+        clock=np.array([clock]),
+        lines=np.full((n_servers, 8), -np.inf),
+        overflow_count=np.zeros(n_servers, np.int64),
+        overflow_head=np.zeros(n_servers, np.int64),
+        overflow_tail=np.zeros(n_servers, np.int64),
+        pool=np.zeros(room),
+        pool_next=np.append(np.arange(1, room), -1),
+        pool_free=np.zeros(1, np.int64),
+        pointer=np.zeros(2, np.int64),
+        ring=np.zeros(2, np.int64),
+        ring_time=np.zeros(room),
+        ring_server=np.zeros(room, np.int64),
+        ring_service=np.zeros(room),
+        ring_departure=np.zeros(room),
+        unseen=np.zeros(n_servers, np.int64),
+        unseen_work=np.zeros(n_servers),
+        seen_departure=np.full(n_servers, -np.inf),
+    )
+
+
+def _with_more_room(state: kernels.State) -> kernels.State:
+    """Return the same state with twice the room in whatever is full."""
+    if state.pool_free[0] < 0:
+        size = state.pool.size
+        return state._replace(
+            pool=np.append(state.pool, np.zeros(size)),
+            pool_next=np.append(state.pool_next, np.append(np.arange(size + 1, 2 * size), -1)),
+            pool_free=np.array([size]),
+        )
+    size = state.ring_time.size
+    popped, pushed = state.ring
+    order = np.arange(popped, pushed) % size  # all entries, oldest first: the ring is full
+
+    def unrolled(values: NDArray[Any]) -> NDArray[Any]:
+        return np.append(values[order], np.zeros(2 * size - order.size, values.dtype))
+
+    return state._replace(
+        ring=np.array([0, order.size]),
+        ring_time=unrolled(state.ring_time),
+        ring_server=unrolled(state.ring_server),
+        ring_service=unrolled(state.ring_service),
+        ring_departure=unrolled(state.ring_departure),
+    )
+
+
+def _record(n: int, record: Collection[str], depth: int, n_servers: int) -> kernels.Record:
+    def rows(name: str) -> int:
+        return n if name in record else 0
+
+    return kernels.Record(
+        arrival=np.empty(n),
+        departure=np.empty(n),
+        treated=np.empty(n, np.bool_),
+        server=np.empty(n, np.int32),
+        service_time=np.empty(rows("service_time")),
+        candidates=np.empty((rows("candidates"), depth), np.int32),
+        choice=np.empty((rows("choices"), 2), np.int32),
+        queue_lengths=np.empty((rows("queue_lengths"), n_servers), np.int32),
+    )
+
+
+def _warmed_up(engine: _Engine, warm_up: float) -> tuple[kernels.State, NDArray[np.float64]]:
+    """Return the state at time 0, and the tasks then in the system: server, start of service, departure."""
+    system = engine.system
+    if system.arrival_kind == kernels.ARRIVAL_TRACE or warm_up == 0.0:
+        return _empty_state(system.rates.size, 0.0), np.empty((0, 3))
+    n, clock = kernels.warm_up_start(
+        system.key, system.arrival_kind, system.arrival_rate, system.amplitude, system.period, warm_up
+    )
+    state = _empty_state(system.rates.size, -clock)
+    present = []
+    for start in range(-n, 0, _WARM_UP_CHUNK):
+        stop = min(start + _WARM_UP_CHUNK, 0)
+        record = _record(stop - start, ("service_time",), 0, 0)
+        state = engine.run(state, record, start, stop)
+        stays = record.departure > 0.0
+        present.append(
+            np.column_stack(
+                (
+                    record.server[stays],
+                    record.departure[stays] - record.service_time[stays],
+                    record.departure[stays],
+                )
+            )
+        )
+    state.clock[0] = 0.0
+    return state, np.concatenate(present) if present else np.empty((0, 3))
+
+
+def _checked_record(record: Collection[str]) -> tuple[str, ...]:
+    names = (record,) if isinstance(record, str) else tuple(record)
+    for name in names:
+        if name not in RECORDABLE:
+            raise validation.refuse("record", name, "among " + ", ".join(RECORDABLE))
+    return tuple(name for name in RECORDABLE if name in names)
+
+
+def _log(
+    engine: _Engine,
+    state: kernels.State,
+    carried_over: NDArray[np.float64],
+    n_tasks: int,
+    record: tuple[str, ...],
+    **fields: Any,
+) -> TaskLog:
+    """Run tasks 0, ..., n_tasks - 1 and put what they leave into a TaskLog."""
+    columns = _record(n_tasks, record, engine.system.depth, engine.system.rates.size)
+    engine.run(state, columns, 0, n_tasks)
+    design = fields["design"]
+    in_system = None
+    if "in_system" in record:
+        in_system = kernels.tasks_in_system(
+            kernels.next_arrival(columns.arrival, columns.departure),
+            kernels.next_arrival(columns.arrival, carried_over[:, 2].copy()),
+        )
+    return TaskLog(
+        arrival=columns.arrival,
+        departure=columns.departure,
+        treated=columns.treated,
+        server=columns.server,
+        service_time=columns.service_time if "service_time" in record else None,
+        candidates=columns.candidates if "candidates" in record else None,
+        choice_control=columns.choice[:, 0].copy() if "choices" in record else None,
+        choice_treatment=columns.choice[:, 1].copy() if "choices" in record else None,
+        queue_lengths=columns.queue_lengths if "queue_lengths" in record else None,
+        period=(
+            np.floor(columns.arrival / design.period).astype(np.int64)
+            if isinstance(design, Switchback)
+            else None
+        ),
+        in_system=in_system,
+        carried_over=carried_over,
+        **fields,
+    )
+
+
+def simulate(
+    scenario: Scenario,
+    design: Design,
+    n_tasks: int,
+    seed: Seed,
+    warm_up: float | None = None,
+    record: Collection[str] = (),
+) -> TaskLog:
+    """Simulate an experiment.
+
+    Parameters
+    ----------
+    scenario : Scenario
+        The system and the two policies.
+    design : Design
+        Who is routed by which policy: Bernoulli, Switchback, ServerSplit, AllControl or AllTreatment.
+    n_tasks : int
+        Number of tasks logged, >= 1; they are the first to arrive after time 0.
+    seed : int or tuple of int
+        ``s`` is short for ``(s, 0)``, replication 0 of seed s; ``(s, j)`` is replication j. The same seed
+        gives the same numbers, and designs and policies share arrivals, requirements and candidates.
+    warm_up : float, optional
+        Time simulated before time 0 from an empty system, under the same design, in time units, >= 0. By
+        default ``scenario.default_warm_up``.
+    record : collection of str, default ()
+        Columns to keep beside arrival, departure, treated, server (and period under Switchback): any of
+        "service_time", "in_system", "candidates", "choices", "queue_lengths".
+
+    Returns
+    -------
+    TaskLog
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is out of its range, a trace is shorter than n_tasks, or a group of a server split is
+        unstable.
+
+    Examples
+    --------
+    >>> log = simulate(Scenario(n_servers=4), Bernoulli(0.5), n_tasks=1000, seed=1)
+    >>> log.n_tasks
+    1000
+    """
+    if not isinstance(scenario, Scenario):
+        raise TypeError(f"scenario={scenario!r} is not a Scenario")
+    if type(design) is Design or not isinstance(design, Design):
+        raise TypeError(f"design={design!r} is not a design: design must be one, such as Bernoulli(0.5)")
+    names = _checked_record(record)
+    if "choices" in names and isinstance(design, ServerSplit):
+        raise ValueError(
+            "record='choices' is not allowed under ServerSplit: each arm has servers of its own, so the other "
+            "arm's choice for a task does not exist"
+        )
+    n_tasks = _checked_length(scenario, n_tasks)
+    if warm_up is None:
+        warm_up = scenario.default_warm_up
+    warm_up = validation.number("warm_up", warm_up, "a time >= 0", at_least=0.0)
+    if isinstance(scenario.arrivals, ArrivalTrace) and warm_up > 0.0:
+        raise validation.refuse("warm_up", warm_up, "0 for an ArrivalTrace, which starts empty")
+    engine, propensity = _engine(scenario, seed_sequence(seed), design)
+    state, carried_over = _warmed_up(engine, warm_up)
+    return _log(
+        engine,
+        state,
+        carried_over,
+        n_tasks,
+        names,
+        propensity=propensity,
+        design=design,
+        n_servers=scenario.n_servers,
+        scenario=scenario,
+        seed=_plain(seed),
+        warm_up=warm_up,
+    )
+
+
+def _plain(seed: Seed) -> int | tuple[int, ...]:
+    return int(seed) if np.ndim(seed) == 0 else tuple(int(part) for part in seed)  # type: ignore[arg-type, union-attr]
+
+
+def _checked_length(scenario: Scenario, n_tasks: int) -> int:
+    n_tasks = validation.integer("n_tasks", n_tasks, "an integer >= 1", at_least=1)
+    for trace in (getattr(scenario.arrivals, "times", None), getattr(scenario.service, "requirements", None)):
+        if trace is not None and n_tasks > len(trace):
+            raise validation.refuse("n_tasks", n_tasks, f"at most the length of the trace, {len(trace)}")
+    return n_tasks
+
+
+def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0) -> TaskLog:
+    """Send the tasks of a log through the system again, under another assignment or other policies.
+
+    Arrivals, service requirements and candidates stay what they were.
+
+    Parameters
+    ----------
+    scenario : Scenario
+        The system and the two policies. For a simulated log only the policies may differ from the log's own
+        scenario; for a log from outside, the arrivals and the service law of the scenario are not used.
+    log : TaskLog
+        A simulated log, whose draws and state at time 0 are made again from its scenario, design and seed; or a
+        log from outside, which starts empty and needs the column server (a requirement is the service time,
+        from the column or rebuilt by FCFS, times the server's rate).
+    treated : array_like of bool, shape (n_tasks,), or bool
+        Which tasks the treatment routes.
+    seed : int or tuple of int, default 0
+        For logs from outside: draws the candidates, unless the log has them, and breaks ties.
+
+    Returns
+    -------
+    TaskLog
+        With the optional columns that the log has. With ``treated=log.treated`` and the log's own scenario, a
+        simulated log comes back bit for bit.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit the log.
+    """
+    if not isinstance(scenario, Scenario):
+        raise TypeError(f"scenario={scenario!r} is not a Scenario")
+    if not isinstance(log, TaskLog):
+        raise TypeError(f"log={log!r} is not a TaskLog")
+    arms = _checked_treated(treated, log.n_tasks)
+    same = bool(np.array_equal(arms, log.treated))
+    design: Design | None = log.design if same else None
+    if not same and not arms.any():
+        design = AllControl()
+    elif arms.all() and not same:
+        design = AllTreatment()
+    propensity = log.propensity if same else getattr(design, "propensity", None)
+    names = tuple(name for name in RECORDABLE if getattr(log, _COLUMN[name]) is not None)
+    if log.scenario is not None and log.seed is not None:
+        own: Scenario = log.scenario
+        if scenario.replace(control=own.control, treatment=own.treatment) != own:
+            raise ValueError(
+                "scenario differs from the one that the log was simulated with in more than its policies: "
+                "use log.scenario.replace(control=..., treatment=...)"
+            )
+        stream = seed_sequence(log.seed)
+        before, _ = _engine(own, stream, log.design)
+        state, carried_over = _warmed_up(before, float(log.warm_up or 0.0))
+        engine, _ = _engine(scenario, stream, log.design, treated=arms)
+        fields = {"scenario": scenario, "seed": log.seed, "warm_up": log.warm_up}
+    else:
+        engine, _ = _engine(
+            scenario,
+            seed_sequence(seed),
+            None,
+            treated=arms,
+            arrivals=log.arrival,
+            requirements=_requirements(scenario, log),
+            candidates=log.candidates,
+        )
+        state, carried_over = _empty_state(scenario.n_servers, 0.0), np.empty((0, 3))
+        fields = {"skip": log.skip, "time_unit": log.time_unit}
+    return _log(
+        engine,
+        state,
+        carried_over,
+        log.n_tasks,
+        names,
+        propensity=propensity,
+        design=design,
+        n_servers=scenario.n_servers,
+        **fields,
+    )
+
+
+# The column that shows whether a log has what `record` names.
+_COLUMN = {name: name for name in RECORDABLE} | {"choices": "choice_control"}
+
+
+def _checked_treated(treated: ArrayLike, n_tasks: int) -> NDArray[np.bool_]:
+    values = np.asarray(treated)
+    if values.ndim == 0:
+        values = np.full(n_tasks, values)
+    if values.shape != (n_tasks,):
+        raise ValueError(f"treated has shape {values.shape}: it must be ({n_tasks},), one entry a task")
+    if not np.isin(values, (0, 1)).all():
+        raise ValueError("treated holds something else than 0 and 1 (or False and True)")
+    return values.astype(np.bool_)
+
+
+def _requirements(scenario: Scenario, log: TaskLog) -> NDArray[np.float64]:
+    if log.server is None:
+        raise ValueError("the log has no column server: replay needs it to rebuild the service requirements")
+    if log.server.max() >= scenario.n_servers or log.server.min() < 0:
+        raise ValueError(
+            f"the log names servers {log.server.min()} to {log.server.max()}: "
+            f"scenario.n_servers={scenario.n_servers} must cover them"
+        )
+    if log.service_time is not None:
+        service_time = log.service_time
+    else:
+        idle = np.full(scenario.n_servers, -np.inf)
+        service_time = log.departure - kernels.start_of_service(
+            log.arrival, log.departure, log.server, scenario.dispatch_delay, idle
+        )
+        bad = np.flatnonzero(service_time < 0)
+        if bad.size:
+            raise ValueError(
+                f"task {bad[0]} departs before the task ahead of it at server {log.server[bad[0]]}: "
+                "service times can be rebuilt from a FCFS log only"
+            )
+    requirements: NDArray[np.float64] = service_time * scenario.rates[log.server]
+    return requirements
