@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -57,19 +57,20 @@ _METHODS_OF: dict[type[Design], tuple[str, ...]] = {
 }
 METHODS = tuple(name for names in _METHODS_OF.values() for name in names)
 
-_COLUMNS = (
-    "method",
-    "value",
-    "standard_error",
-    "low",
-    "high",
-    "horizon",
-    "n_used",
-    "alpha",
-    "normalise",
-    "queue",
-    "arrival_rate",
-)
+# The frame's columns and their types; "Int64" and "object" have room for a missing value.
+_COLUMNS = {
+    "method": "object",
+    "value": "float64",
+    "standard_error": "float64",
+    "low": "float64",
+    "high": "float64",
+    "horizon": "Int64",
+    "n_used": "int64",
+    "alpha": "float64",
+    "normalise": "object",
+    "queue": "object",
+    "arrival_rate": "object",
+}
 
 FEW_PERIODS = 10
 
@@ -149,7 +150,8 @@ class Estimate:
     def __repr__(self) -> str:
         return (
             f"{self.method}: {self.value:.6g}, standard error {self.standard_error:.3g}, "
-            f"{100 * self.level:g} % interval [{self.low:.6g}, {self.high:.6g}] ({self._settings()})"
+            f"{100 * self.level:g} % interval [{self.low:.6g}, {self.high:.6g}] "
+            f"({self._settings()})"
         )
 
     def _repr_html_(self) -> str:
@@ -236,8 +238,7 @@ def dq_queue(
     arrival_rate: ArrivalRate | None = None,
     level: float = 0.95,
 ) -> Estimate:
-    """Difference in truncated sums of the number of tasks in system (qDQ), in units of time by
-    Little's law.
+    """Difference in truncated sums of the number in system (qDQ), in time by Little's law.
 
     Parameters
     ----------
@@ -363,8 +364,7 @@ def switchback(log: TaskLog, *, washout: float = 0.0, level: float = 0.95) -> Es
 
 
 def server_split(log: TaskLog, *, level: float = 0.95) -> Estimate:
-    """Difference of mean response times between the two groups of servers, with a batch-means
-    standard error.
+    """Difference of mean response times between the groups of servers, by batch means.
 
     Parameters
     ----------
@@ -443,8 +443,11 @@ def estimate(
 def _frame(estimates: Sequence[Estimate]) -> pd.DataFrame:
     import pandas as pd  # here, so that importing qdq stays quick
 
-    frame = pd.DataFrame([{name: getattr(e, name) for name in _COLUMNS} for e in estimates])
-    return frame.astype({"horizon": "Int64", "alpha": "float64"})
+    columns = {
+        name: pd.Series([getattr(e, name) for e in estimates], dtype=dtype)
+        for name, dtype in _COLUMNS.items()
+    }
+    return pd.DataFrame(columns)
 
 
 def _estimates(
@@ -488,9 +491,9 @@ def _estimates(
     return results
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Checks
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _check_level(level: float) -> float:
@@ -555,22 +558,19 @@ def _check_methods(log: TaskLog, methods: Sequence[str] | None) -> tuple[str, ..
 def _refuse_unequal_rates(log: TaskLog) -> None:
     if log.scenario is not None and np.ptp(log.scenario.rates) > 0.0:
         raise ValueError(
-            "queue='waiting' is not allowed in dq_mixed when service rates differ: the effect on waiting then is not "
-            "the effect on the response; use another queue, or dq_queue alone"
+            "queue='waiting' is not allowed in dq_mixed when service rates differ: the effect on "
+            "waiting then is not the effect on the response; use another queue, or dq_queue alone"
         )
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Differences of means
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _difference_of_means(method: str, log: TaskLog, level: float) -> Estimate:
     if log.n_tasks - log.first_counted < 2:
-        raise ValueError(
-            f"{method} needs at least two tasks, and {log.n_tasks - log.first_counted} of {log.n_tasks} are counted "
-            f"(skip={log.skip:g})"
-        )
+        raise ValueError(f"{method} needs at least two counted tasks, and the log has only one")
     edges = inference.batch_edges(log.first_counted, log.n_tasks)
     counts, sums = kernels.batch_sums(log.arrival, log.departure, log.treated, edges)
     for arm, count in zip(("control", "treated"), counts.sum(axis=0), strict=True):
@@ -604,7 +604,8 @@ def _switchback(log: TaskLog, washout: float, level: float) -> Estimate:
     names, number = np.unique(period[kept], return_inverse=True)
     cell = 2 * number + log.treated[kept]
     counts = np.bincount(cell, minlength=2 * names.size).reshape(-1, 2)
-    sums = np.bincount(cell, log.response_time[kept], minlength=2 * names.size).reshape(-1, 2)
+    responses = np.bincount(cell, weights=log.response_time[kept], minlength=2 * names.size)
+    sums = responses.astype(np.float64).reshape(-1, 2)
     both = np.flatnonzero(counts.all(axis=1))
     if both.size:
         raise ValueError(
@@ -618,7 +619,7 @@ def _switchback(log: TaskLog, washout: float, level: float) -> Estimate:
         )
     if min(control, treated) < FEW_PERIODS:
         warnings.warn(
-            f"with {found} the standard error of switchback is rough: {FEW_PERIODS} of each arm are advised",
+            f"the standard error of switchback is rough, with {found}: {FEW_PERIODS} are advised",
             stacklevel=4,
         )
     return _from_contrast("switchback", inference.clustered(counts, sums), int(counts.sum()), level)
@@ -637,9 +638,9 @@ def _from_contrast(
     )
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Differences in Q
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class _Windows(NamedTuple):
@@ -660,21 +661,21 @@ def _windows(
     queue: str | None,
     arrival_rate: ArrivalRate | None,
 ) -> _Windows:
-    """Compute both differences; `queue=None` leaves the queue out (its figures are then
-    meaningless)."""
+    """Compute both differences; with `queue=None` the queue's is left at zero."""
     horizon = _resolve_horizon(log, horizon)
     propensity = None
     if normalise == "inverse_propensity":
         propensity = log.propensity
         if propensity is None:
             raise ValueError(
-                "normalise='inverse_propensity' needs the known probability of treatment, and the log's propensity "
-                "is None: give it to the log, or use 'group_means', which estimating it by the treated share gives"
+                "normalise='inverse_propensity' needs the known probability of treatment, and the "
+                "log's propensity is None: give it to the log, or use 'group_means' (which is what "
+                "estimating it by the treated share comes to)"
             )
         if not 0.0 < propensity < 1.0:
             raise ValueError(
-                f"normalise='inverse_propensity' needs a propensity strictly between 0 and 1, and the log's is "
-                f"{propensity!r}"
+                f"normalise='inverse_propensity' needs a propensity strictly between 0 and 1, not "
+                f"the log's {propensity!r}"
             )
     if queue is None:
         costs = _Costs(np.zeros(log.n_tasks, dtype=np.int64), 1.0, False, None)
@@ -693,8 +694,8 @@ def _windows(
     for arm, count in zip(("control", "treated"), moments[:, 0], strict=True):
         if count < 2:
             raise ValueError(
-                f"only {count:g} of the {moments[:, 0].sum():g} windows of horizon {horizon} begin with a {arm} task: "
-                "at least 2 are needed"
+                f"only {count:g} of the {moments[:, 0].sum():g} windows of horizon {horizon} begin "
+                f"with a {arm} task: at least 2 are needed"
             )
     return _Windows(
         inference.difference_in_sums(moments, propensity),
@@ -751,13 +752,13 @@ def _resolve_horizon(log: TaskLog, horizon: int | None) -> int:
         horizon = math.floor(30.0 * _estimated_rate(log) * float(np.mean(log.service_time)) + 1e-9)
     else:
         raise ValueError(
-            "horizon=None needs a scenario or the column service_time, and the log has neither: give the number of "
-            "arrivals that a window spans, say those of 30 mean service times"
+            "horizon=None needs a scenario or the column service_time, and the log has neither: "
+            "give the number of arrivals that a window spans, say those of 30 mean service times"
         )
     if not 1 <= horizon < counted:
         raise ValueError(
-            f"horizon=None means {horizon} for this log, and it must be at least 1 and below the number of counted "
-            f"tasks, {counted}: give a horizon"
+            f"horizon=None means {horizon} for this log, and it must be at least 1 and below the "
+            f"number of counted tasks, {counted}: give a horizon"
         )
     return horizon
 
@@ -803,7 +804,7 @@ def _queue_costs(
         return _Costs(found / _scenario_rate(log), 1.0, False, "scenario")
     if callable(arrival_rate):
         return _Costs(found / _called_rate(arrival_rate, log.arrival), 1.0, False, "function")
-    rate = float(arrival_rate)  # type: ignore[arg-type]  # _check_rate has left only numbers
+    rate = float(arrival_rate)  # _check_rate has left only numbers
     return _Costs(found, 1.0 / rate, False, rate)
 
 
@@ -811,9 +812,10 @@ def _tasks_found(
     log: TaskLog, end: NDArray[np.float64], carried_end: NDArray[np.float64]
 ) -> NDArray[np.int64]:
     """Count, at each arrival, the earlier tasks whose `end` lies after it."""
-    return kernels.tasks_in_system(
+    found: NDArray[np.int64] = kernels.tasks_in_system(
         kernels.next_arrival(log.arrival, end), np.searchsorted(log.arrival, carried_end)
     )
+    return found
 
 
 def _start_of_service(log: TaskLog) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -821,12 +823,13 @@ def _start_of_service(log: TaskLog) -> tuple[NDArray[np.float64], NDArray[np.flo
     carried_start = log.carried_over[:, 1]
     if log.service_time is not None:
         start = log.departure - log.service_time
-        # A task served at once starts at its arrival; the subtraction's rounding must not make it wait.
+        # A task served at once starts at its arrival: rounding must not make it wait.
         rounding = 4.0 * np.finfo(np.float64).eps * np.abs(log.departure)
         return np.where(start - log.arrival <= rounding, log.arrival, start), carried_start
     if log.server is None:
         raise ValueError(
-            "queue='waiting' needs the start of service, and the log has neither the column service_time nor server"
+            "queue='waiting' needs the start of service, and the log has neither the column "
+            "service_time nor server"
         )
     servers = int(log.server.max()) + 1
     if log.carried_over.size:
@@ -839,15 +842,15 @@ def _start_of_service(log: TaskLog) -> tuple[NDArray[np.float64], NDArray[np.flo
     if wrong.size:
         k = wrong[0]
         raise ValueError(
-            f"queue='waiting' without service times needs FCFS servers, and task {k} leaves server {log.server[k]} at "
-            f"{log.departure[k]!r}, before it could start at {start[k]!r}"
+            f"queue='waiting' without service times needs FCFS servers, and task {k} leaves server "
+            f"{log.server[k]} at {log.departure[k]:g}, before it could start at {start[k]:g}"
         )
     return start, carried_start
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Arrival rates
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _estimated_rate(log: TaskLog) -> float:
@@ -864,7 +867,7 @@ def _scenario_rate(log: TaskLog) -> NDArray[np.float64]:
         )
     if isinstance(log.scenario.arrivals, ArrivalTrace):
         raise ValueError(
-            "arrival_rate='scenario' needs arrivals that have a rate, and an ArrivalTrace has none: "
+            "arrival_rate='scenario' needs arrivals with a rate, and an ArrivalTrace has none: "
             "use 'estimated', 'window' or queue='time_average'"
         )
     rate = log.scenario.n_servers * log.scenario.arrivals.rate_at(log.arrival)
@@ -885,7 +888,7 @@ def _called_rate(
         answer = np.array([function(t) for t in time], dtype=np.float64)
         if answer.shape != time.shape:
             raise ValueError(
-                f"arrival_rate(t) gives shape {answer.shape[1:]} for a single time: it must give one number"
+                f"arrival_rate(t) gives shape {answer.shape[1:]} for one time: it must be a number"
             )
     return _check_rates("arrival_rate(t)", np.broadcast_to(answer, time.shape), time)
 
@@ -897,6 +900,6 @@ def _check_rates(
     if bad.size:
         k = bad[0]
         raise ValueError(
-            f"{name} gives {rate[k]!r} at time {time[k]!r}: a rate must be positive and finite"
+            f"{name} gives {rate[k]:g} at time {time[k]:g}: a rate must be positive and finite"
         )
     return rate

@@ -19,8 +19,8 @@ with stationary law pi and cost f = p f_1 + (1 - p) f_0, and
 - both tend to the slope V'(p) as L grows, the second by Little's law.
 
 The law pi is also that of the continuous-time chain with generator G = lam (J - I) + D, since Poisson
-arrivals see time averages; and G couples only states whose totals differ by at most one, so that it is
-solved level by level.
+arrivals see time averages; G is sparse, and R is never formed: departures lower the total number of tasks, so
+in order of the total D is triangular.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import scipy.linalg
 import scipy.sparse as sparse
 from joblib import Parallel, delayed
 from numpy.typing import NDArray
-from scipy.sparse.linalg import splu
+from scipy.sparse.linalg import LinearOperator, gmres, splu
 from tqdm import tqdm
 
 from qdq import validation
@@ -58,8 +58,10 @@ from qdq.simulate import simulate
 # Small chains
 # ---------------------------------------------------------------------------------------------------
 
-# Most entries of the dense blocks that solving a chain may hold at a time (8 bytes each).
-_MAX_ENTRIES = 60_000_000
+# Most states that a chain may have: solving takes seconds then, and some hundred megabytes.
+_MAX_STATES = 200_000
+_FIRST_STATES = 2_000
+_MAX_SERVERS = 8
 
 # ShortestExpectedDelay is a PowerOfD too.
 _CHAIN_POLICIES = (PowerOfD, JoinShortestQueue, JoinIdleQueue)
@@ -84,8 +86,6 @@ class _Equilibrium:
 
     law: NDArray[np.float64]
     response: float
-    direct: float
-    slope: float
     boundary: NDArray[np.float64]  # for each class of servers, P(one of them is full)
     boundary_ratio: NDArray[np.float64]  # the same over P(the longest of them is one short)
 
@@ -157,7 +157,7 @@ class SmallChain:
         propensity : float, optional
             Treated share p, in [0, 1]; by default the chain's.
         """
-        return self._equilibrium(propensity).direct
+        return float(self._equilibrium(propensity).law @ (self._treatment[1] - self._control[1]))
 
     def slope(self, propensity: float | None = None) -> float:
         """Return V'(p), the limit of the DQ estimators as their horizon grows.
@@ -167,7 +167,15 @@ class SmallChain:
         propensity : float, optional
             Treated share p, in [0, 1]; by default the chain's.
         """
-        return self._equilibrium(propensity).slope
+        # With h the solution of Poisson's equation (I - P) h = f - V, V' = pi (f_1 - f_0) + pi (P_1 - P_0) h.
+        # Since P_z = J_z R, that needs g = R h only, which solves G g = -lam (f - V).
+        p = self._checked_share(propensity)
+        now = self._equilibrium(p)
+        (j0, f0), (j1, f1) = self._control, self._treatment
+        g = np.zeros(self.n_states)
+        cost = p * f1 + (1.0 - p) * f0 - now.response
+        g[1:] = self._solver(p)(self.scenario.total_arrival_rate * cost[1:], False)
+        return self.direct_effect(p) + float(now.law @ ((j1 - j0) @ g))
 
     @overload
     def expected_dq_response(self, horizon: int, propensity: float | None = None) -> float: ...
@@ -198,7 +206,7 @@ class SmallChain:
         p = self._checked_share(propensity)
         cost = p * self._treatment[1] + (1.0 - p) * self._control[1]
         # Task i itself, and the L - 1 tasks after it.
-        sums = self._equilibrium(p).direct + self._after_effects(p, cost, int(horizons.max()) - 1)
+        sums = self.direct_effect(p) + self._after_effects(p, cost, int(horizons.max()) - 1)
         return _shaped_like(horizon, sums[horizons - 1])
 
     @overload
@@ -270,14 +278,9 @@ class SmallChain:
     def _drain(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
         # Application of R to a row vector. Departures lower the total, by which the states are ordered, so
         # the matrix is triangular and is factored as it stands.
-        drain = sparse.eye_array(self.n_states) - self._departures / self.scenario.total_arrival_rate
-        factors = splu(
-            drain.T.tocsc(),
-            permc_spec="NATURAL",
-            diag_pivot_thresh=0.0,
-            options={"SymmetricMode": True, "Equil": False},
-        )
-        return factors.solve  # type: ignore[no-any-return]
+        rate = self.scenario.total_arrival_rate
+        drain = sparse.eye_array(self.n_states) - self._departures / rate
+        return _factored(drain.T, "NATURAL").solve  # type: ignore[no-any-return]
 
     @cached_property
     def _class_errors(self) -> NDArray[np.float64]:
@@ -295,54 +298,58 @@ class SmallChain:
         return self._solved[p]
 
     def _solve(self, p: float) -> _Equilibrium:
-        # Block elimination from the highest total down. S_k is the generator restricted to total k, watched
-        # only while the total is at most k; every step adds and multiplies numbers of one sign (as Grassmann,
-        # Taksar and Heyman's elimination does), so small probabilities keep their relative accuracy.
-        rate = self.scenario.total_arrival_rate
-        (j0, f0), (j1, f1) = self._control, self._treatment
-        generator = rate * (p * j1 + (1.0 - p) * j0 - sparse.eye_array(self.n_states))
-        generator = (generator + self._departures).tocsr()
-        cost = p * f1 + (1.0 - p) * f0
-        totals = self._lengths.sum(axis=1)
-        top = int(totals[-1])
-        cuts = np.searchsorted(totals, np.arange(top + 2))
-        level = [slice(cuts[k], cuts[k + 1]) for k in range(top + 1)]
-        rows = [generator[s] for s in level]
-        up = [rows[k][:, level[k + 1]] for k in range(top)]
-        down = [None] + [rows[k][:, level[k - 1]] for k in range(1, top + 1)]
-
-        visits: list[Any] = [None] * (top + 1)  # (-S_k)^(-1): expected time in each state of total k
-        restricted = rows[top][:, level[top]].toarray()
-        for k in range(top, 0, -1):
-            visits[k] = np.linalg.inv(-restricted)
-            restricted = rows[k - 1][:, level[k - 1]].toarray() + (up[k - 1] @ visits[k]) @ down[k]
-
         law = np.ones(self.n_states)
-        for k in range(top):
-            law[level[k + 1]] = (law[level[k]] @ up[k]) @ visits[k + 1]
+        law[1:] = self._solver(p)(self._generator(p)[[0], 1:].toarray().ravel(), True)
         law /= law.sum()
-        response = float(law @ cost)
-
-        # Poisson's equation G g = -lam (f - V), with g = 0 in the empty system; V' follows from g.
-        g = rate * (cost - response)
-        for k in range(top - 1, -1, -1):
-            g[level[k]] += up[k] @ (visits[k + 1] @ g[level[k + 1]])
-        g[0] = 0.0
-        for k in range(1, top + 1):
-            g[level[k]] = visits[k] @ (g[level[k]] + down[k] @ g[level[k - 1]])
-
-        direct = float(law @ (f1 - f0))
         longest = [self._lengths[:, servers.stop - 1] for servers in self._classes]
         full = np.array([law[x == x[-1]].sum() for x in longest])
         nearly = np.array([law[x == x[-1] - 1].sum() for x in longest])
         return _Equilibrium(
             law=law,
-            response=response,
-            direct=direct,
-            slope=direct + float(law @ ((j1 - j0) @ g)),
+            response=float(law @ (p * self._treatment[1] + (1.0 - p) * self._control[1])),
             boundary=full,
             boundary_ratio=np.divide(full, nearly, out=np.zeros_like(full), where=nearly > 0.0),
         )
+
+    def _generator(self, p: float) -> sparse.csr_array:
+        routing = p * self._treatment[0] + (1.0 - p) * self._control[0]
+        arrivals = self.scenario.total_arrival_rate * (routing - sparse.eye_array(self.n_states))
+        return (arrivals + self._departures).tocsr()
+
+    def _solver(self, p: float) -> Callable[[NDArray[np.float64], bool], NDArray[np.float64]]:
+        # Solve A x = b, or A' x = b, for A = -G without the empty system's row and column, which makes it
+        # regular: the law and the solution of Poisson's equation are fixed there and scaled afterwards.
+        matrix = -self._generator(p)[1:, 1:]
+        if self._rates.size <= 2:
+            # The states lie in a plane, and an elimination fills in little.
+            factors = _factored(matrix, "MMD_AT_PLUS_A")
+            return lambda b, transposed: factors.solve(b, "T" if transposed else "N")
+        # Else GMRES, preconditioned by a symmetric Gauss-Seidel sweep: first down in the total, then up.
+        diagonal = matrix.diagonal()
+        lower = _factored(sparse.tril(matrix), "NATURAL")
+        upper = _factored(sparse.triu(matrix), "NATURAL")
+
+        def solve(b: NDArray[np.float64], transposed: bool) -> NDArray[np.float64]:
+            first, last, trans = (upper, lower, "T") if transposed else (lower, upper, "N")
+            sweep = LinearOperator(
+                matrix.shape,
+                lambda v: last.solve(diagonal * first.solve(v, trans), trans),
+                dtype=np.float64,
+            )
+            x, failed = gmres(
+                matrix.T if transposed else matrix, b, rtol=1e-13, restart=80, maxiter=60, M=sweep
+            )
+            if failed:
+                raise RuntimeError(f"the chain of {self.scenario!r} was not solved in {failed} steps")
+            return x  # type: ignore[no-any-return]
+
+        return solve
+
+
+def _factored(matrix: sparse.csr_array, order: str) -> Any:
+    # An M-matrix, so its diagonal needs no pivoting.
+    options = {"SymmetricMode": True, "Equil": False}
+    return splu(matrix.tocsc(), permc_spec=order, diag_pivot_thresh=0.0, options=options)
 
 
 def small_chain(
@@ -389,7 +396,7 @@ def small_chain(
     reason = _not_a_chain(scenario)
     if reason:
         raise ValueError(
-            f"scenario has {reason}: a small chain needs Poisson arrivals, exponential service, no delays, "
+            f"scenario has {reason}: a small chain needs at most {_MAX_SERVERS} servers, Poisson arrivals, exponential service, no delays, "
             "a load below 1 and policies among PowerOfD, JoinShortestQueue, JoinIdleQueue and "
             "ShortestExpectedDelay"
         )
@@ -400,22 +407,33 @@ def small_chain(
     if truncation is not None:
         longest = validation.integer("truncation", truncation, "an integer >= 1", at_least=1)
         return _build_chain(scenario, propensity, np.full(n_classes, longest))
-    size = np.full(n_classes, 8)
+    # Begin with a chain that costs next to nothing. The tail of a queue is close to geometric, and its ratio
+    # (at most the load) tells how far to go from there.
+    size = np.full(n_classes, 2)
+    while _count_states(scenario, size + 1) <= _FIRST_STATES:
+        size += 1
     target = tolerance / n_classes
     while True:
         chain = _build_chain(scenario, propensity, size)
         errors = chain._class_errors
         if errors.sum() <= tolerance:
             return chain
-        # The tail of a queue is close to geometric, and its ratio tells how far to go.
-        ratio = np.max([e.boundary_ratio for e in chain._solved.values()], axis=0)
         short = errors > target
-        steps = np.log(target / errors[short]) / np.log(np.minimum(ratio[short], 1.0 - 1e-12))
-        size[short] += np.clip(np.ceil(steps), 1, size[short]).astype(np.int64)
+        ratio = np.max([now.boundary_ratio for now in chain._solved.values()], axis=0)
+        decay = -np.log(np.minimum(ratio, scenario.load))
+        size[short] += 1 + (np.log(errors / target) / decay)[short].astype(np.int64)
+
+
+def _count_states(scenario: Scenario, size: NDArray[np.int64]) -> int:
+    counts = np.unique(scenario.rates, return_counts=True)[1]
+    each = (math.comb(int(b) + int(m), int(m)) for b, m in zip(size, counts, strict=True))
+    return math.prod(each)
 
 
 def _not_a_chain(scenario: Scenario) -> str | None:
     # What keeps the scenario from being solved by a small chain, if anything.
+    if scenario.n_servers > _MAX_SERVERS:
+        return f"n_servers={scenario.n_servers}"
     if not isinstance(scenario.arrivals, Poisson):
         return f"arrivals={scenario.arrivals!r}"
     if not isinstance(scenario.service, Exponential):
@@ -436,14 +454,11 @@ def _build_chain(scenario: Scenario, propensity: float, size: NDArray[np.int64])
     # The policies treat servers alike, so servers can be put in order of their rates, and states that
     # differ by an exchange of servers of equal rate are one state.
     rates, starts, class_of, counts = _by_rate(scenario.rates)
-    n_states = math.prod(
-        math.comb(int(b) + int(m), int(m)) for b, m in zip(size, counts, strict=True)
-    )
-    n_levels = int(size @ counts) + 1
-    if n_states**2 > _MAX_ENTRIES * n_levels:
+    n_states = _count_states(scenario, size)
+    if n_states > _MAX_STATES:
         raise _TooManyStates(
             f"scenario has n_servers={scenario.n_servers} at load {scenario.load:.4g}: queues of up to "
-            f"{int(size.max())} tasks make {n_states} states, too many to solve; use fewer servers, a "
+            f"{int(size.max())} tasks make {n_states} states, more than {_MAX_STATES}; use fewer servers, a "
             "lower load, a smaller truncation or a larger tolerance"
         )
     classes = tuple(slice(int(s), int(s + m)) for s, m in zip(starts, counts, strict=True))

@@ -1,5 +1,4 @@
-"""Standard errors and intervals for dependent data. Arrays in, numbers out; nothing here knows of
-logs.
+"""Standard errors and intervals for dependent data. Arrays in, numbers out; no logs here.
 
 Two kinds of estimate need two kinds of standard error.
 
@@ -9,9 +8,9 @@ otherwise. Response times of neighbouring tasks depend on each other, so the inf
 summed over groups of neighbours (equal runs of tasks, or the periods of a switchback), and the
 groups are taken as independent.
 
-A *difference of truncated sums* gets the plug-in variance of its two normalisations: the label of a
-task is independent of the past and the labels of different tasks are independent of each other,
-which is the larger part of its variance.
+A *difference of truncated sums* gets the plug-in variance, as if the windows were independent. They
+overlap, but the labels ``Z_i`` are drawn independently of each other and of all that came before, so
+the terms ``(Z_i - p) Q_i`` are nearly uncorrelated.
 """
 
 from __future__ import annotations
@@ -21,10 +20,14 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri, stdtrit
+from scipy.special import bdtr, chdtrc, ndtri, stdtrit
 
 BATCHES = 30
 TASKS_PER_BATCH = 10
+
+# Of the test for a rate that varies.
+ARRIVALS_PER_BIN = 100
+MOST_BINS = 1000
 
 
 class ConfidenceInterval(NamedTuple):
@@ -35,8 +38,7 @@ class ConfidenceInterval(NamedTuple):
 
 
 class Contrast(NamedTuple):
-    """A difference treated minus control, its variance, and the degrees of freedom of that
-    variance."""
+    """A difference treated minus control, its variance, and the variance's degrees of freedom."""
 
     value: float
     variance: float
@@ -44,8 +46,7 @@ class Contrast(NamedTuple):
 
 
 class WindowContrast(NamedTuple):
-    """Both differences in truncated sums, treated minus control, with their variances and
-    covariance."""
+    """Both differences in truncated sums, treated minus control, and their covariance matrix."""
 
     response: float
     queue: float
@@ -100,8 +101,7 @@ def batch_edges(first: int, stop: int) -> NDArray[np.int64]:
 def _influence(
     counts: NDArray[np.int64], sums: NDArray[np.float64]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Return the difference of the arms' means and the influence of each group on each arm's
-    mean."""
+    """Return the difference of the arms' means, and each group's influence on either mean."""
     total = counts.sum(axis=0)
     means = sums.sum(axis=0) / total
     return float(means[1] - means[0]), (sums - counts * means) / total
@@ -132,13 +132,12 @@ def batch_means(counts: NDArray[np.int64], sums: NDArray[np.float64]) -> Contras
 
 
 def clustered(counts: NDArray[np.int64], sums: NDArray[np.float64]) -> Contrast:
-    """Difference of means weighted by tasks, with the variance from clusters that each hold one arm
-    only.
+    """Difference of means, with the variance from clusters that each hold one arm only.
 
     The arms are drawn cluster by cluster, so each arm is a sample of its own: with K_z clusters and
-    the influences ``u``, its part is ``V_z = K_z/(K_z - 1) * sum(u**2)`` and the variance is ``V_1
-    + V_0``. With clusters of equal size this is Welch's. The degrees of freedom are
-    Satterthwaite's.
+    the influences ``u``, its part is ``V_z = K_z/(K_z - 1) * sum(u**2)`` and the variance is
+    ``V_1 + V_0``. With clusters of equal size this is Welch's. The degrees of freedom are
+    Satterthwaite's. A cluster counts by its tasks.
 
     Parameters
     ----------
@@ -232,3 +231,163 @@ def mixture_variance(
         alpha**2 * variance_response + 2.0 * alpha * beta * covariance + beta**2 * variance_queue
     )
     return max(variance, 0.0)  # a zero may come out as a rounding error below zero
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks of a log
+# --------------------------------------------------------------------------------------------------
+
+
+def sample_ratio_p_value(treated: int, tasks: int, propensity: float) -> float:
+    """P-value of the number of treated tasks, if each was treated with the same probability.
+
+    Twice the smaller of the two tails of the binomial law, both with the number itself, at most 1.
+
+    Parameters
+    ----------
+    treated, tasks : int
+        ``0 <= treated <= tasks``.
+    propensity : float
+        Intended probability of treatment, in (0, 1).
+
+    Returns
+    -------
+    float
+    """
+    at_most = float(bdtr(treated, tasks, propensity))
+    at_least = float(bdtr(tasks - treated, tasks, 1.0 - propensity))
+    return min(1.0, 2.0 * min(at_most, at_least))
+
+
+class RateTest(NamedTuple):
+    """Whether the counts of arrivals vary more than those of a Poisson process of constant rate."""
+
+    bins: int
+    dispersion: float
+    """Variance of the counts over their mean; 1 is expected if the rate is constant."""
+    variation: float
+    """Coefficient of variation of the rate between bins, the Poisson law's own part taken off."""
+    p_value: float
+
+
+def constant_rate(arrival: NDArray[np.float64]) -> RateTest | None:
+    """Test for an arrival rate that varies, by the dispersion of counts in equal bins.
+
+    Given the first and the last arrival, those of a Poisson process of constant rate lie uniformly
+    between them, and (B - 1) times the dispersion is about chi-square with B - 1 degrees of
+    freedom. Only large values count against a constant rate; bursts give them too. A variation that
+    repeats within a bin is not seen.
+
+    Parameters
+    ----------
+    arrival : ndarray of float64, shape (n,)
+        Nondecreasing, not all equal.
+
+    Returns
+    -------
+    RateTest or None
+        With a bin for every 100 arrivals, at most 1,000 bins; None below two bins.
+    """
+    between = arrival[1:-1]
+    bins = min(MOST_BINS, between.size // ARRIVALS_PER_BIN)
+    if bins < 2:
+        return None
+    place = (between - arrival[0]) * (bins / (arrival[-1] - arrival[0]))
+    # The product may round up to the number of bins.
+    counts = np.bincount(np.minimum(place.astype(np.int64), bins - 1), minlength=bins)
+    mean = between.size / bins
+    dispersion = float(counts.var(ddof=1)) / mean
+    variation = math.sqrt(max(dispersion - 1.0, 0.0) / mean)
+    return RateTest(bins, dispersion, variation, float(chdtrc(bins - 1, (bins - 1) * dispersion)))
+
+
+class LittlesLaw(NamedTuple):
+    """Both sides of Little's law between the first and the last arrival, and why they differ."""
+
+    number_in_system: float
+    """Time average."""
+    rate_times_response: float
+    """Arrival rate times mean response time."""
+    found_on_arrival: float
+    """Mean number of tasks that arrivals find; the time average if arrivals are Poisson."""
+    edge: float
+    """Relative difference made by the log's ends: time that its tasks spend outside them."""
+    unlogged: float
+    """Relative difference made by tasks that were counted in the system but are not in the log."""
+
+
+def littles_law(
+    arrival: NDArray[np.float64],
+    departure: NDArray[np.float64],
+    in_system: NDArray[np.int64] | None = None,
+    carried_departure: NDArray[np.float64] | None = None,
+) -> LittlesLaw:
+    """Compare the number in system with the arrival rate times the mean response time.
+
+    The number in system is counted from the log's own tasks, so that both sides agree but for the
+    log's ends: the time that tasks spend after the last arrival enters the response only, and that
+    of tasks carried over from before the first arrival the number only. A count that was taken at
+    each arrival adds what the log does not show, held until the next arrival; for a log that lacks
+    no task this is zero.
+
+    Parameters
+    ----------
+    arrival : ndarray of float64, shape (n,)
+        Nondecreasing, not all equal.
+    departure : ndarray of float64, shape (n,)
+        ``>= arrival``; of positive response times on average.
+    in_system : ndarray of int64, shape (n,), optional
+        Tasks in system counted at each arrival.
+    carried_departure : ndarray of float64, shape (m,), optional
+        Departures of tasks that are not in the log and were in the system at its first arrival.
+
+    Returns
+    -------
+    LittlesLaw
+    """
+    first, last = arrival[0], arrival[-1]
+    carried = np.empty(0) if carried_departure is None else carried_departure
+    carried = carried[carried > first]
+    span = last - first
+    inside = np.sum(np.minimum(departure, last) - arrival)
+    inside += np.sum(np.minimum(carried, last) - first)
+
+    # A task that leaves as it comes is never in the system.
+    stays = departure > arrival
+    left = np.sort(np.concatenate([departure[stays], carried]))
+    came = carried.size + np.cumsum(stays) - stays
+    found = came - np.searchsorted(left, arrival, side="right")
+    unlogged = 0.0
+    if in_system is not None:
+        unlogged = float(np.sum((in_system - found)[:-1] * np.diff(arrival)))
+        found = in_system
+
+    number = float(inside) / span
+    product = (arrival.size - 1) / span * float(np.mean(departure - arrival))
+    return LittlesLaw(
+        number_in_system=number + unlogged / span,
+        rate_times_response=product,
+        found_on_arrival=float(found.mean()),
+        edge=number / product - 1.0,
+        unlogged=unlogged / span / product,
+    )
+
+
+def share_of_largest(values: NDArray[np.float64], fraction: float = 0.001) -> float:
+    """Share of the total that the largest values hold.
+
+    Parameters
+    ----------
+    values : ndarray of float64, shape (n,)
+        Nonnegative, not all zero.
+    fraction : float, default 0.001
+        Part of the values that counts as the largest, at least one value.
+
+    Returns
+    -------
+    float
+        Between `fraction`, for equal values, and 1; for exponential values ``fraction * (1 +
+        log(1/fraction))``.
+    """
+    largest = max(1, round(fraction * values.size))
+    return float(np.partition(values, -largest)[-largest:].sum() / values.sum())

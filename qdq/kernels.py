@@ -323,6 +323,14 @@ def draw_treated(kind, threshold, period, key, first, w0, arrival, given, treate
 
 
 @jit
+def draw_ties(key, first, w0, w1, w2, w3, tie):
+    """Fill `tie` with one uniform number for each of the tasks first, first + 1, ..."""
+    philox_block(key, DRAW_TIES, 0, first, w0, w1, w2, w3)
+    for j in range(tie.size):
+        tie[j] = uniform(w0[j], w1[j])
+
+
+@jit
 def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, candidates):
     """Fill candidates[c, j] with the c-th server in the random order of task first + j.
 
@@ -613,9 +621,7 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
         else:
             draw_candidates(system.key, first, w1, w2, w3, Z, n_members, members, C)
         if system.needs_ties:
-            philox_block(system.key, DRAW_TIES, 0, first, w0, w1, w2, w3)
-            for j in range(m):
-                tie[j] = uniform(w0[j], w1[j])
+            draw_ties(system.key, first, w0, w1, w2, w3, tie[:m])
 
         for j in range(m):
             t = A[j]
@@ -789,8 +795,8 @@ run_with_user_policy = njit(nogil=True, error_model="numpy")(getattr(run, "py_fu
 def next_arrival(arrival, moment):
     """Index of the first arrival at or after each moment; n if there is none.
 
-    A grid of buckets over the arrivals narrows the search to the few arrivals of one bucket. The bucket
-    of a time is a monotone function of it, rounding included, so the answer is exact.
+    A grid of buckets over the arrivals narrows the search to the few arrivals of one bucket. The
+    bucket of a time is a monotone function of it, rounding included, so the answer is exact.
 
     Parameters
     ----------
@@ -836,12 +842,13 @@ def next_arrival(arrival, moment):
 def tasks_in_system(leaves_at, carried_leaves_at):
     """Tasks that each arrival finds in the system, itself not counted.
 
-    Task j is found by the arrivals k with j < k < leaves_at[j]. A task whose time in the system is zero
-    has leaves_at[j] <= j, so no later arrival finds it, however many arrive at the same instant.
+    Task j is found by the arrivals k with j < k < leaves_at[j]. A task whose time in the system is
+    zero has leaves_at[j] <= j, so no later arrival finds it, however many arrive at the same
+    instant.
 
     Parameters
     ----------
-    leaves_at : int64 (n,), index of the first arrival at or after the end of each task (`next_arrival`)
+    leaves_at : int64 (n,), first arrival at or after the end of each task (`next_arrival`)
     carried_leaves_at : int64 (m,), the same for the tasks in the system before the first arrival
 
     Returns
@@ -872,8 +879,8 @@ def area_between_arrivals(
 ):
     """Integral of the number in system from arrival k - 1 to arrival k; 0 at k = 0.
 
-    The tasks still there at arrival k fill the whole gap; those that leave inside it fill a part. Only
-    positive terms are added, so nothing cancels.
+    The tasks still there at arrival k fill the whole gap; those that leave inside it fill a part.
+    Only positive terms are added, so nothing cancels.
 
     Parameters
     ----------
@@ -911,7 +918,7 @@ def start_of_service(arrival, departure, server, delay, free):
     arrival, departure : float64 (n,)
     server : int32 (n,)
     delay : float, time from arrival to joining the server
-    free : float64 (N,), when each server has served what it holds before the first arrival; overwritten
+    free : float64 (N,), when each server is done with the tasks before the log; overwritten
 
     Returns
     -------
@@ -931,10 +938,11 @@ def window_moments(
 ):
     """Moments of both truncated sums over all windows of each arm, in one pass.
 
-    Window i, from `first` to n - horizon - 1, holds the response W_i + ... + W_{i+horizon-1} and the queue
-    scale * (queue[i+1] + ... + queue[i+horizon]), times A_{i+horizon} - A_i if `by_duration`. The sums slide.
-    Deviations are taken from the first window, whose own deviation is at most sqrt(windows) standard
-    deviations of the sums, so the rounding error of a variance is at most about windows * 1e-16 of it.
+    Window i, from `first` to n - horizon - 1, holds the response W_i + ... + W_{i+horizon-1} and
+    the queue scale * (queue[i+1] + ... + queue[i+horizon]), times A_{i+horizon} - A_i if
+    `by_duration`. The sums slide. Deviations are taken from the first window, whose own deviation
+    is at most sqrt(windows) standard deviations of the sums, so the rounding error of a variance is
+    at most about windows * 1e-16 of it.
 
     Parameters
     ----------
@@ -947,9 +955,9 @@ def window_moments(
 
     Returns
     -------
-    float64 (2, 6), a row an arm (0 control, 1 treatment): windows; mean response, mean queue; sums of
-    squared deviations from the arm's mean of response and of queue; sum of their products. An empty arm
-    has zeros.
+    float64 (2, 6), a row an arm (0 control, 1 treatment): windows; mean response, mean queue; sums
+    of squared deviations from the arm's mean of response and of queue; sum of their products. An
+    empty arm has zeros.
     """
     n = len(arrival)
     response_sum = 0.0
@@ -965,7 +973,8 @@ def window_moments(
     moments[int(treated[first]), 0] = 1.0
     for i in range(first + 1, n - horizon):
         end = i + horizon
-        response_sum += (departure[end - 1] - arrival[end - 1]) - (departure[i - 1] - arrival[i - 1])
+        response_sum += departure[end - 1] - arrival[end - 1]
+        response_sum -= departure[i - 1] - arrival[i - 1]
         queue_sum += queue[end] - queue[i]
         response = response_sum - response_origin
         length = queue_sum * scale

@@ -184,7 +184,7 @@ class UserPolicy(Policy):
     Notes
     -----
     Only the total rate is known to bound a user's policy, so its stability check is necessary, not
-    sufficient; a scenario that uses one warns. Kernels with a user's policy are compiled anew in each
+    sufficient; making one warns of that. Kernels with a user's policy are compiled anew in each
     process.
     """
 
@@ -203,21 +203,17 @@ class UserPolicy(Policy):
                 f"function={self.function!r} takes {names} arguments: it must take the five "
                 "(queue_lengths, work, rates, candidates, u)"
             )
+        warnings.warn(
+            "the stability of a UserPolicy is checked by the total service rate alone; "
+            "a policy that neglects some servers can be unstable below it",
+            UserWarning,
+            stacklevel=3,
+        )
 
     @property
     def forgets_fast(self) -> bool:
         """Return False: nothing is known of the policy."""
         return False
-
-    def load(self, rates: NDArray[np.float64], demand: float) -> float:
-        """Return demand over the total rate, with a warning that this is necessary only."""
-        warnings.warn(
-            "the stability of a UserPolicy is checked by the total service rate alone; "
-            "a policy that neglects some servers can be unstable below it",
-            UserWarning,
-            stacklevel=2,
-        )
-        return super().load(rates, demand)
 
     def to_dict(self) -> dict[str, Any]:
         """Refuse: a user's function cannot be written down.

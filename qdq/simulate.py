@@ -69,8 +69,8 @@ def tie_uniforms(seed: Seed, n_tasks: int) -> NDArray[np.float64]:
     ndarray of float, shape (n_tasks,)
     """
     words = np.empty((4, n_tasks), np.uint64)
-    kernels.philox_block(_key(seed_sequence(seed)), kernels.DRAW_TIES, 0, 0, *words)
-    uniforms: NDArray[np.float64] = kernels.uniform(words[0], words[1])
+    uniforms = np.empty(n_tasks)
+    kernels.draw_ties(_key(seed_sequence(seed)), 0, *words, uniforms)
     return uniforms
 
 
@@ -111,6 +111,12 @@ def _thresholds(design: Design) -> tuple[int, float]:
     return round(getattr(design, "propensity", 0.5) * 2**32), 1.0
 
 
+def _propensity(design: Design | None) -> float | None:
+    if isinstance(design, (AllControl, AllTreatment)):
+        return float(isinstance(design, AllTreatment))
+    return getattr(design, "propensity", None)
+
+
 def _engine(
     scenario: Scenario,
     stream: np.random.SeedSequence,
@@ -129,7 +135,7 @@ def _engine(
     policies = (scenario.control, scenario.treatment)
     members = np.tile(np.arange(n, dtype=np.int64), (2, 1))
     n_members = np.array([n, n], dtype=np.int64)
-    propensity: float | None = getattr(design, "propensity", None)
+    propensity = _propensity(design)
     threshold, switch_period = _thresholds(design) if design is not None else (0, 1.0)
     if isinstance(design, ServerSplit):
         child = np.random.SeedSequence(stream.entropy, spawn_key=(*stream.spawn_key, _SPLIT_STREAM))
@@ -142,8 +148,6 @@ def _engine(
         # A task goes to a group in proportion to the group's capacity.
         propensity = float(np.sum(scenario.rates[split]) / np.sum(scenario.rates))
         threshold = round(propensity * 2**32)
-    elif isinstance(design, (AllControl, AllTreatment)):
-        propensity = float(isinstance(design, AllTreatment))
 
     d = np.array([policy.n_choices or 0 for policy in policies], dtype=np.int64)
     user = tuple(policy.function if isinstance(policy, UserPolicy) else None for policy in policies)
@@ -488,7 +492,7 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
         design = AllControl()
     elif arms.all() and not same:
         design = AllTreatment()
-    propensity = log.propensity if same else getattr(design, "propensity", None)
+    propensity = log.propensity if same else _propensity(design)
     names = tuple(name for name in RECORDABLE if getattr(log, _COLUMN[name]) is not None)
     if log.scenario is not None and log.seed is not None:
         own: Scenario = log.scenario

@@ -1,9 +1,9 @@
 """The log of one experiment: when each task came, when it left, and which policy routed it.
 
 A `TaskLog` holds one row a task in order of arrival, as read-only arrays, with what is known of the
-experiment (design, propensity, scenario, seed). It comes from `qdq.simulate`, from a data frame, or from a
-file: CSV, Parquet or the log of an HAProxy load balancer. It is written to CSV and Parquet and read back
-bit for bit.
+experiment (design, propensity, scenario, seed). It comes from `qdq.simulate`, from a data frame, or
+from a file: CSV, Parquet or the log of an HAProxy load balancer. It is written to CSV and Parquet
+and read back bit for bit.
 
 Readers refuse what they cannot read and say where: the file, the line and the column.
 """
@@ -25,17 +25,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from qdq import validation
 from qdq.designs import Design, design_from_dict
 from qdq.scenario import Scenario
 
-# pandas and pyarrow are imported where they are used: together they would double the time of `import qdq`.
+# pandas and pyarrow are imported where they are used: together they would double the time of
+# `import qdq`.
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
@@ -54,6 +56,8 @@ _VECTORS: dict[str, type] = {
 }
 # Matrices are written as one column for each column of theirs, numbered from 0.
 _MATRICES = {"candidates": "candidate_", "queue_lengths": "queue_length_"}
+# What the columns hold, by the kind of their type.
+_RIGHT = {"f": "a number", "i": "a whole number", "b": "0 or 1"}
 _SERVER_INDICES = ("server", "choice_control", "choice_treatment", "candidates")
 _NUMBERED = re.compile(f"({'|'.join(_MATRICES.values())})(0|[1-9][0-9]*)")
 
@@ -62,9 +66,9 @@ _MARK = "# qdq "
 _KEY = "qdq"
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Saying where something is wrong
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,8 @@ def _typed(source: _Source, name: str, values: NDArray[Any], dtype: DTypeLike) -
     kinds = {"f": "iuf", "i": "iuf", "b": "biuf"}[wanted.kind]
     if values.dtype.kind not in kinds:
         raise TypeError(
-            f"{source.name}, column {source.names.get(name, name)!r}: holds {values.dtype}, it must hold "
-            + {"f": "numbers", "i": "whole numbers", "b": "0 and 1"}[wanted.kind]
+            f"{source.name}, column {source.names.get(name, name)!r}: a value of type "
+            f"{values.dtype} is not {_RIGHT[wanted.kind]}"
         )
     if values.dtype == wanted:
         return np.ascontiguousarray(values)
@@ -102,8 +106,8 @@ def _typed(source: _Source, name: str, values: NDArray[Any], dtype: DTypeLike) -
     if wanted.kind != "f":
         row = _first(result != values)
         if row is not None:
-            right = "must be 0 or 1" if wanted.kind == "b" else f"must be a whole number ({wanted})"
-            raise source.refuse(row, name, f"{np.atleast_1d(values[row]).tolist()} {right}")
+            what = f"{values[row].tolist()} is not {_RIGHT[wanted.kind]}"
+            raise source.refuse(row, name, what + f" of type {wanted}" * (wanted.kind == "i"))
     return result
 
 
@@ -123,7 +127,7 @@ def _check(columns: Mapping[str, NDArray[Any]], source: _Source, n_servers: int 
                 raise source.refuse(row, name, f"{columns[name][row]} is not finite")
     row = _first(departure < arrival)
     if row is not None:
-        what = f"{departure[row]!r} is before the arrival, {arrival[row]!r}"
+        what = f"{departure[row].item()} is before the arrival, {arrival[row].item()}"
         raise source.refuse(row, "departure", what)
     for name in ("service_time", "in_system", "queue_lengths"):
         if name in columns:
@@ -139,18 +143,18 @@ def _check(columns: Mapping[str, NDArray[Any]], source: _Source, n_servers: int 
                 raise source.refuse(row, name, f"{value[row].tolist()} must be {right}")
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The log
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TaskLog:
     """The tasks of one experiment in order of arrival, and what is known of the experiment.
 
-    Arrays are kept as read-only views of what is given (copied only to change their type). Servers are
-    numbered from 0. Times share one unit; ties in arrival keep their order, which then counts as the order
-    of arrival.
+    Arrays are kept as read-only views of what is given (copied only to change their type). Servers
+    are numbered from 0. Times share one unit; ties in arrival keep their order, which then counts
+    as the order of arrival.
 
     Parameters
     ----------
@@ -187,11 +191,11 @@ class TaskLog:
     warm_up : float, optional
         Time simulated before time 0, >= 0; None for logs from outside.
     skip : float, default 0.0
-        Tasks that arrive less than this after the first open no window and enter no mean, but count as
-        tasks in system. Must leave at least one task.
+        Tasks that arrive less than this after the first open no window and enter no mean, but count
+        as tasks in system. Must leave at least one task.
     carried_over : ndarray of float64, shape (m, 3), optional
-        Tasks of the warm-up still in the system at time 0: server, start of service, departure. Empty by
-        default: a log from outside is taken to start empty.
+        Tasks of the warm-up still in the system at time 0: server, start of service, departure.
+        Empty by default: a log from outside is taken to start empty.
     time_unit : str, optional
         ``"s"`` for HAProxy logs; None for the file's own unit.
 
@@ -260,7 +264,8 @@ class TaskLog:
         _check(columns, source, self.n_servers)
         row = _first(np.diff(self.arrival) < 0)
         if row is not None:
-            what = f"{self.arrival[row + 1]!r} is before the task's predecessor, {self.arrival[row]!r}"
+            before, after = self.arrival[row : row + 2].tolist()
+            what = f"{after} is before the arrival of the task before, {before}"
             raise source.refuse(row + 1, "arrival", what)
         seen = self.queue_lengths
         if seen is not None and self.n_servers is not None and seen.shape[1] != self.n_servers:
@@ -270,7 +275,9 @@ class TaskLog:
 
     def _check_fields(self, put: Callable[[str, object], None]) -> None:
         if self.design is not None and not isinstance(self.design, Design):
-            raise TypeError(f"design={self.design!r} is not a design such as Bernoulli(0.5), or None")
+            raise TypeError(
+                f"design={self.design!r} is not a design such as Bernoulli(0.5), or None"
+            )
         if self.scenario is not None and not isinstance(self.scenario, Scenario):
             raise TypeError(f"scenario={self.scenario!r} is not a Scenario, or None")
         if self.propensity is not None:
@@ -292,7 +299,9 @@ class TaskLog:
             ints = tuple(validation.integer("seed", s, right, at_least=0) for s in whole)
             put("seed", ints if isinstance(self.seed, tuple) else ints[0])
         if self.warm_up is not None:
-            put("warm_up", validation.number("warm_up", self.warm_up, ">= 0, or None", at_least=0.0))
+            put(
+                "warm_up", validation.number("warm_up", self.warm_up, ">= 0, or None", at_least=0.0)
+            )
         put("skip", validation.number("skip", self.skip, "a time >= 0", at_least=0.0))
         if self.first_counted == self.n_tasks:
             raise validation.refuse("skip", self.skip, f"less than the log's span, {self._span}")
@@ -342,7 +351,9 @@ class TaskLog:
 
     def __repr__(self) -> str:
         facts = self._facts()
-        tasks, span, treated, control = (facts.pop(k) for k in ("tasks", "span", "treated", "control"))
+        tasks, span, treated, control = (
+            facts.pop(k) for k in ("tasks", "span", "treated", "control")
+        )
         rest = "".join(f", {name}={value}" for name, value in facts.items())
         return f"TaskLog({tasks} tasks over {span}, {treated} treated, {control} control{rest})"
 
@@ -351,9 +362,9 @@ class TaskLog:
         rows = "".join(f"<tr><th>{k}</th><td>{html.escape(v)}</td></tr>" for k, v in facts.items())
         return f"<table><caption>TaskLog</caption>{rows}</table>"
 
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # Writing
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _columns(self) -> dict[str, NDArray[Any]]:
         """Return the columns that are there, by the names they have in a frame or a file."""
@@ -388,8 +399,9 @@ class TaskLog:
     def to_frame(self) -> pd.DataFrame:
         """Return the log as a data frame, one row a task.
 
-        Candidates and queue lengths become numbered columns (``candidate_0``, ``queue_length_0``, ...). What
-        is known of the experiment goes along in the frame's ``attrs``, where `from_frame` finds it.
+        Candidates and queue lengths become numbered columns (``candidate_0``, ``queue_length_0``,
+        ...). What is known of the experiment goes along in the frame's ``attrs``, where
+        `from_frame` finds it.
 
         Returns
         -------
@@ -415,8 +427,8 @@ class TaskLog:
         Parameters
         ----------
         path : path-like
-            The suffix names the format: ``.csv``, ``.csv.gz`` or ``.parquet``. A CSV holds what is known of
-            the experiment in a first line ``# qdq {...}``; read elsewhere, skip that line.
+            The suffix names the format: ``.csv``, ``.csv.gz`` or ``.parquet``. A CSV holds what is
+            known of the experiment in a first line ``# qdq {...}``; read elsewhere, skip that line.
 
         Raises
         ------
@@ -434,7 +446,9 @@ class TaskLog:
 
         path = Path(path)
         if not path.name.endswith((".csv", ".csv.gz", ".parquet")):
-            raise validation.refuse("path", str(path), "a name that ends in .csv, .csv.gz or .parquet")
+            raise validation.refuse(
+                "path", str(path), "a name that ends in .csv, .csv.gz or .parquet"
+            )
         spec = self._fields_as_json()
         table = pa.table(self._columns())
         with _replacing(path) as scratch:
@@ -452,9 +466,9 @@ class TaskLog:
             # A time stamp of 0 keeps equal logs equal as files.
             scratch.write_bytes(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
 
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # Reading
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     @classmethod
     def read(
@@ -472,10 +486,11 @@ class TaskLog:
         path : path-like
             The file. CSV and HAProxy logs may be compressed with gzip, whatever their names.
         format : {"csv", "parquet", "haproxy"}, optional
-            None goes by the name: ``.csv``, ``.csv.gz``; ``.parquet``; ``.log``, ``.log.gz`` (HAProxy).
+            None goes by the name: ``.csv``, ``.csv.gz``; ``.parquet``; ``.log``, ``.log.gz``
+            (HAProxy).
         skip : float, default 0.0
-            Tasks that arrive less than this after the first open no window and enter no mean, but count as
-            tasks in system: a log from outside starts empty.
+            Tasks that arrive less than this after the first open no window and enter no mean, but
+            count as tasks in system: a log from outside starts empty.
         propensity : float, optional
             The known probability of treatment.
         n_servers : int, optional
@@ -484,51 +499,55 @@ class TaskLog:
         Returns
         -------
         TaskLog
-            Times of an HAProxy log are in seconds since its first arrival; others are as in the file.
+            Times of an HAProxy log are in seconds since its first arrival; others are as in the
+            file.
 
         Raises
         ------
         ValueError
-            If something cannot be read: missing or repeated columns, times that are not finite numbers, a
-            departure before its arrival, `treated` other than 0 and 1, a row that repeats another, no rows,
-            a compressed file that is cut short, bytes that are not text. The file, the line and the column
-            are named.
+            If something cannot be read: missing or repeated columns, times that are not finite
+            numbers, a departure before its arrival, `treated` other than 0 and 1, a row that
+            repeats another, no rows, a compressed file that is cut short, bytes that are not text.
+            The file, the line and the column are named.
 
         Warns
         -----
         UserWarning
-            If rows were not in order of arrival and were sorted (not for HAProxy, which logs in order of
-            completion); if requests without a response were left out of an HAProxy log; if a log from
-            outside looks as if it had been cut while tasks were running (see Notes).
+            If rows were not in order of arrival and were sorted (not for HAProxy, which logs in
+            order of completion); if requests without a response were left out of an HAProxy log; if
+            a log from outside looks as if it had been cut while tasks were running (see Notes).
 
         Notes
         -----
-        **CSV and Parquet** need the columns ``arrival``, ``departure`` and ``treated`` (0 or 1, true or
-        false); the other columns of `TaskLog` are read if they are there and further ones are ignored. In
-        CSV they are separated by commas and named in the first line.
+        **CSV and Parquet** need the columns ``arrival``, ``departure`` and ``treated`` (0 or 1,
+        true or false); the other columns of `TaskLog` are read if they are there and further ones
+        are ignored. In CSV they are separated by commas and named in the first line.
 
-        **HAProxy, key=value**: lines of fields ``name=value`` separated by spaces, the same fields in all
-        lines. Needed: ``t`` and ``te`` (arrival and end, whole microseconds since 1970) and ``arm`` (1
-        treatment, 0 control). Used if there: ``srv`` (a name that ends in the server's number), ``svc``
-        (service time, seconds), ``a`` and ``b`` (two candidate servers) with ``la`` and ``lb`` (their
-        loads): control joins a; treatment joins b if it is less loaded, else a.
+        **HAProxy, key=value**: lines of fields ``name=value`` separated by spaces, the same fields
+        in all lines. Needed: ``t`` and ``te`` (arrival and end, whole microseconds since 1970) and
+        ``arm`` (1 treatment, 0 control). Used if there: ``srv`` (a name that ends in the server's
+        number), ``svc`` (service time, seconds), ``a`` and ``b`` (two candidate servers) with
+        ``la`` and ``lb`` (their loads): control joins a; treatment joins b if it is less loaded,
+        else a.
 
-        **HAProxy, HTTP log line** (``option httplog``), the arm in a captured request header: the first of
-        the captured headers that holds 0, 1, control or treatment. The bracketed date is that of the
-        request's first byte, TR later the request is complete and Ta after the first byte the response has
-        been sent (configuration manual, 8.2.3 and 8.4). So arrival = date + TR and departure = date + Ta,
-        and the response time Ta - TR = Tw + Tc + Tr + data transfer leaves out the client's own slowness.
-        All in whole milliseconds of local time: a log should not span a change of the clock. Requests with
-        a timer of -1, or that HAProxy answered itself, have no response time and are left out with a
-        warning, so they are missing from the tasks in system too. Servers are numbered by name.
+        **HAProxy, HTTP log line** (``option httplog``), the arm in a captured request header: the
+        first of the captured headers that holds 0, 1, control or treatment. The bracketed date is
+        that of the request's first byte, TR later the request is complete and Ta after the first
+        byte the response has been sent (configuration manual, 8.2.3 and 8.4). So arrival = date +
+        TR and departure = date + Ta, and the response time Ta - TR = Tw + Tc + Tr + data transfer
+        leaves out the client's own slowness. All in whole milliseconds of local time: a log should
+        not span a change of the clock. Requests with a timer of -1, or that HAProxy answered
+        itself, have no response time and are left out with a warning, so they are missing from the
+        tasks in system too. Servers are numbered by name.
 
-        Lines with the same arrival keep their order in the file. HAProxy writes in order of completion,
-        and a first-come first-served server completes in order of arrival.
+        Lines with the same arrival keep their order in the file. HAProxy writes in order of
+        completion, and a first-come first-served server completes in order of arrival.
 
-        **Was the log cut?** Of the tasks that arrived in the last max(response time) before a log was cut,
-        only the fast ones are in it, so hardly any overlap its last arrival. Where fewer tasks do so than
-        at 99 % of the arrivals in the log's second half, a warning says so: about 1 complete log in 50
-        is warned of needlessly, and a log with few tasks in system cannot be judged.
+        **Was the log cut?** Of the tasks that arrived in the last max(response time) before a log
+        was cut, only the fast ones are in it, so hardly any overlap its last arrival. Where fewer
+        tasks do so than at 99 % of the arrivals in the log's second half, a warning says so: about
+        1 complete log in 50 is warned of needlessly, and a log with few tasks in system cannot be
+        judged.
         """
         path = Path(path)
         readers = {"csv": _read_csv, "parquet": _read_parquet, "haproxy": _read_haproxy}
@@ -558,9 +577,9 @@ class TaskLog:
         Parameters
         ----------
         frame : DataFrame
-            Needs the columns ``arrival``, ``departure`` and ``treated``; the other columns of `TaskLog` are
-            taken if they are there, further ones are ignored. A frame that `to_frame` made brings along what
-            was known of the experiment.
+            Needs the columns ``arrival``, ``departure`` and ``treated``; the other columns of
+            `TaskLog` are taken if they are there, further ones are ignored. A frame that `to_frame`
+            made brings along what was known of the experiment.
         skip : float, default 0.0
             Tasks that arrive less than this after the first open no window and enter no mean.
         propensity : float, optional
@@ -570,7 +589,8 @@ class TaskLog:
         design : Design, optional
             The design of the experiment.
         time_unit : str, optional
-            Unit of the times. Values given here take the place of those that the frame brings along.
+            Unit of the times. Values given here take the place of those that the frame brings
+            along.
 
         Returns
         -------
@@ -604,7 +624,7 @@ class TaskLog:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Give a scratch file beside `path` that takes its place when the block ends without an error."""
+    """Give a scratch file beside `path` that takes its place when the block ends well."""
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield scratch
@@ -613,9 +633,9 @@ def _replacing(path: Path) -> Iterator[Path]:
         scratch.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # From what was read to a log
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class _Raw(NamedTuple):
@@ -624,18 +644,18 @@ class _Raw(NamedTuple):
     source: _Source
     columns: dict[str, NDArray[Any]]  # by the names of TaskLog
     known: dict[str, Any] | None = None  # the fields of a log of ours; None: a log from outside
-    by_completion: bool = False  # rows come in order of completion: sort them without a word
+    haproxy: bool = False  # in seconds, and in order of completion: sort without a word
 
 
 def _build(raw: _Raw, given: Mapping[str, Any]) -> TaskLog:
     """Check the columns, put the rows in order of arrival and add the fields; given ones win."""
-    known = dict(raw.known or {})
+    known = dict(raw.known or ({"time_unit": "s"} if raw.haproxy else {}))
     known |= {name: value for name, value in given.items() if value is not None}
     known["n_servers"] = _server_count(known.get("n_servers"))
     _check(raw.columns, raw.source, known["n_servers"])
-    columns = raw.columns
+    columns: dict[str, Any] = raw.columns
     if np.any(np.diff(columns["arrival"]) < 0):
-        if not raw.by_completion:
+        if not raw.haproxy:
             what = "the rows were not in order of arrival and were sorted"
             warnings.warn(f"{raw.source.name}: {what}", UserWarning, stacklevel=3)
         order = np.argsort(columns["arrival"], kind="stable")
@@ -655,10 +675,10 @@ def _warn_if_cut(log: TaskLog, name: str) -> None:
     usual = np.quantile(in_system[before], 0.01)
     if in_system[-1] < usual:
         warnings.warn(
-            f"{name} may have been cut while tasks were running: {max(in_system[-1], 0)} tasks overlap the "
-            f"last arrival, and at 99 % of earlier arrivals {usual:.0f} or more do. If so, drop the tasks "
-            f"that arrived in the last {longest:.6g} (the longest response time), of which slow ones are "
-            "missing",
+            f"{name} may have been cut while tasks were running: {max(in_system[-1], 0)} tasks "
+            f"overlap the last arrival, and at 99 % of earlier arrivals {usual:.0f} or more do. If "
+            f"so, drop the tasks that arrived in the last {longest:.6g} (the longest response "
+            "time), of which slow ones are missing",
             UserWarning,
             stacklevel=3,
         )
@@ -667,7 +687,7 @@ def _warn_if_cut(log: TaskLog, name: str) -> None:
 def _fields_from_json(text: str, source: _Source, n_rows: int) -> dict[str, Any]:
     """Return the fields that `TaskLog._fields_as_json` wrote."""
     try:
-        spec = json.loads(text)
+        spec: dict[str, Any] = json.loads(text)
         n_tasks = spec.pop("n_tasks")
         if spec["design"] is not None:
             spec["design"] = design_from_dict(spec["design"])
@@ -678,22 +698,24 @@ def _fields_from_json(text: str, source: _Source, n_rows: int) -> dict[str, Any]
         spec["carried_over"] = np.array(spec["carried_over"], dtype=np.float64).reshape(-1, 3)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{source.name}: what is known of the experiment ('qdq' line or metadata) is damaged: {error}"
+            f"{source.name}: the 'qdq' line or metadata on the experiment is damaged: {error}"
         ) from error
     names = {f.name for f in dataclass_fields(TaskLog)} - set(_VECTORS) - set(_MATRICES)
     if set(spec) != names:
         wrong = ", ".join(sorted(set(spec) ^ names))
-        raise ValueError(f"{source.name}: the 'qdq' line or metadata lacks or should not have: {wrong}")
+        raise ValueError(
+            f"{source.name}: the 'qdq' line or metadata lacks or should not have: {wrong}"
+        )
     if n_tasks != n_rows:
         raise ValueError(
-            f"{source.name} has {n_rows} rows and should have {n_tasks}: rows were lost or added (without its "
-            "'qdq' line, metadata or attrs it is read as a log from outside)"
+            f"{source.name} has {n_rows} rows and should have {n_tasks}: rows were lost or added "
+            "(without its 'qdq' line, metadata or attrs it is read as a log from outside)"
         )
     return spec
 
 
 def _wanted(names: Sequence[str], source: _Source) -> list[str]:
-    """Return those of `names` that a log holds; refuse missing, repeated and wrongly numbered ones."""
+    """Return those of `names` that a log holds; refuse missing and repeated ones."""
     for name in _NEEDED:
         if name not in names:
             found = ", ".join(map(str, names)) or "none"
@@ -706,7 +728,9 @@ def _wanted(names: Sequence[str], source: _Source) -> list[str]:
         numbers = {int(m[2]) for m in map(_NUMBERED.fullmatch, wanted) if m and m[1] == stem}
         for i in range(len(numbers)):
             if i not in numbers:
-                raise ValueError(f"{source.name}: column {stem}{i} is missing, and {stem}{max(numbers)} is not")
+                raise ValueError(
+                    f"{source.name}: column {stem}{i} is missing, and {stem}{max(numbers)} is not"
+                )
     return wanted
 
 
@@ -724,7 +748,9 @@ def _columns_of(arrays: Mapping[str, pa.ChunkedArray], source: _Source) -> dict[
             row = int(np.argmax(values.is_null().to_numpy()))
             raise source.refuse(row, name, "is missing or not a number")
         kind = values.type
-        if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        if not (
+            pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+        ):
             hint = "; give times as numbers since the start" if pa.types.is_temporal(kind) else ""
             raise source.refuse(0, name, f"{values[0].as_py()!r} is not a number but {kind}{hint}")
         flat[name] = _typed(source, name, values.to_numpy(), _dtype_of(name))
@@ -737,25 +763,26 @@ def _columns_of(arrays: Mapping[str, pa.ChunkedArray], source: _Source) -> dict[
 
 
 def _refuse_repeated_rows(frame: pd.DataFrame, source: _Source) -> None:
-    """Refuse a row that equals an earlier one in every column, those that a log does not use included."""
+    """Refuse a row that equals an earlier one in every column, also in those of no use here."""
     import pandas as pd
 
     tied = np.flatnonzero(frame["arrival"].duplicated(keep=False))
-    rows = frame.iloc[tied]
+    rows = frame.iloc[tied].astype(str)  # columns of no use here may hold anything
     repeated = rows.duplicated()
     if repeated.any():
         second = int(np.argmax(repeated))
         keys = pd.util.hash_pandas_object(rows, index=False).to_numpy()
         first = int(np.argmax(keys == keys[second]))
         raise ValueError(
-            f"{source.name}, {source.where(int(tied[second]))}: repeats {source.where(int(tied[first]))} in "
-            "every column; if they are two tasks, add a column that tells them apart"
+            f"{source.name}, {source.where(int(tied[second]))}: repeats "
+            f"{source.where(int(tied[first]))} in every column; if they are two tasks, add a "
+            "column that tells them apart"
         )
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Data frames and Parquet
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _read_frame(frame: pd.DataFrame) -> _Raw:
@@ -802,9 +829,9 @@ def _read_parquet(path: Path) -> _Raw:
     return _Raw(source, columns)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Text files
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _format_of(path: Path) -> str:
@@ -819,7 +846,7 @@ def _format_of(path: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file, unpacked if it begins as a gzip file does; lines end in ``\\n``."""
+    """Return the text of a file, unpacked if it begins as a gzip file does; lines end in LF."""
     data = path.read_bytes()
     if data[:2] == b"\x1f\x8b":
         try:
@@ -849,34 +876,36 @@ def _read_csv(path: Path) -> _Raw:
     import pyarrow as pa
     import pyarrow.csv
 
-    text = _text(path)
-    spec = None
-    body = text
-    if text.startswith(_MARK):
-        first, _, body = text.partition("\n")
-        spec = first.removeprefix(_MARK)
+    lines = _text(path).split("\n")
+    ours = lines[0].startswith(_MARK)
+    head = next((i for i, line in enumerate(lines) if line and not (ours and i == 0)), 0)
+    names = [name.strip().strip('"') for name in lines[head].split(",")]
 
     def where(row: int) -> str:
-        """Return the line of a row: the reader passes over empty lines."""
-        filled = (i for i, line in enumerate(body.split("\n"), 1 + (spec is not None)) if line)
-        return f"line {next(line for r, line in enumerate(filled) if r == row + 1)}"
+        """Return the line of a row, from 0: the reader passes over empty lines."""
+        filled = (i for i, line in enumerate(lines, 1) if line and i > head + 1)
+        return f"line {next(islice(filled, row, None))}"
 
     source = _Source(str(path), where)
-    header = next((line for line in body.split("\n", 100) if line), "")
-    names = [name.strip().strip('"') for name in header.split(",")]
     wanted = _wanted(names, source)
+    ragged: list[ValueError] = []
 
-    def refuse_ragged(row: Any) -> str:
-        # Raised through the reader; its number counts lines that are not empty, from 1, the header's too.
+    def note_ragged(row: Any) -> str:
         found, right = row.actual_columns, row.expected_columns
-        raise ValueError(f"{path}, {where(row.number - 2)}: has {found} columns, it must have {right}")
+        what = f"has {found} columns, it must have {right}"
+        ragged.append(ValueError(f"{path}, {where(row.number - 1)}: {what}"))
+        return "error"
+
+    rows = "\n".join(lines[head + 1 :]).encode()
+    if not rows.strip():
+        raise ValueError(f"{path} has no rows")
 
     def parse(types: Mapping[str, pa.DataType]) -> pa.Table:
         return pa.csv.read_csv(
-            pa.BufferReader(body.encode()),
-            # In one thread: rows are then numbered where they are refused.
-            pa.csv.ReadOptions(use_threads=False, column_names=names, skip_rows_after_names=1),
-            pa.csv.ParseOptions(invalid_row_handler=refuse_ragged),
+            pa.BufferReader(rows),
+            # In one thread, else rows would have no numbers.
+            pa.csv.ReadOptions(use_threads=False, column_names=names),
+            pa.csv.ParseOptions(invalid_row_handler=note_ragged),
             pa.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
         )
 
@@ -885,16 +914,16 @@ def _read_csv(path: Path) -> _Raw:
     try:
         table = parse(as_text | types)
     except pa.ArrowInvalid as error:
-        table = parse(as_text)
-        bad = [_first_bad_cell(table[name], kind) for name, kind in types.items()]
-        row, name = min((r, name) for r, name in zip(bad, wanted, strict=True) if r is not None)
-        value = table[name][row].as_py()
-        right = {"f": "a number", "i": "a whole number", "b": "0 or 1"}[np.dtype(_dtype_of(name)).kind]
-        raise source.refuse(row, name, f"{value!r} is not {right}") from error
-    if table.num_rows == 0:
-        raise ValueError(f"{path} has no rows")
+        if ragged:
+            raise ragged[0] from error
+        cells = parse(as_text)
+        bad = [(_first_bad_cell(cells[name], kind), name) for name, kind in types.items()]
+        row, name = min((row, name) for row, name in bad if row is not None)
+        right = _RIGHT[np.dtype(_dtype_of(name)).kind]
+        raise source.refuse(row, name, f"{cells[name][row].as_py()!r} is not {right}") from error
     columns = _columns_of({name: table[name] for name in wanted}, source)
-    if spec is not None:
+    if ours:
+        spec = lines[0].removeprefix(_MARK)
         return _Raw(source, columns, _fields_from_json(spec, source, table.num_rows))
     _refuse_repeated_rows(table.to_pandas(), source)
     return _Raw(source, columns)
@@ -906,25 +935,26 @@ def _first_bad_cell(cells: pa.ChunkedArray, kind: pa.DataType) -> int | None:
 
     for row, cell in enumerate(cells):
         try:
-            cell.cast(kind)
+            pa.scalar(cell.as_py().strip()).cast(kind)
         except pa.ArrowInvalid:
             return row
     return None
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # HAProxy logs
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _HTTP = re.compile(
     r"\[(?P<day>\d\d/[A-Z][a-z]{2}/\d{4}):(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<ms>\d{3})\]"
     r" \S+ (?P<backend>[^ /]+)/(?P<server>\S+)"  # frontend, backend, server
     r" (?P<TR>-?\d+)/(?P<Tw>-?\d+)/(?P<Tc>-?\d+)/(?P<Tr>-?\d+)/(?P<Ta>\+?\d+)"
-    r" -?\d+ \+?\d+ .* \S{4} \d+/\d+/\d+/\d+/\+?\d+ \d+/\d+"  # status, bytes, cookies, counts, queues
+    r" -?\d+ \+?\d+ .* \S{4}"  # status, bytes, cookies, termination state
+    r" \d+/\d+/\d+/\d+/\+?\d+ \d+/\d+"  # connections and retries, queues
     r'(?: \{(?P<captured>[^}]*)\})?(?: \{[^}]*\})? "'
 )
 _ARMS = {"0": 0, "1": 1, "control": 0, "treatment": 1}
-_MONTHS = {m: i for i, m in enumerate("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), 1)}
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _FIELD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(\S*)")
 
 
@@ -939,7 +969,7 @@ class _Lines(NamedTuple):
         return f"line {self.numbers[row]}"
 
     def extract(self, pattern: str, explain: Callable[[str], str]) -> dict[str, pa.Array]:
-        """Return the pattern's named groups, one text a line; `explain` says why a line does not fit."""
+        """Return the pattern's named groups; `explain` says why a line does not fit."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -954,12 +984,11 @@ class _Lines(NamedTuple):
         import pyarrow as pa
 
         try:
-            return cells.cast(pa.from_numpy_dtype(kind)).to_numpy()
+            return np.asarray(cells.cast(pa.from_numpy_dtype(kind)))
         except pa.ArrowInvalid as error:
             row = _first_bad_cell(cells, pa.from_numpy_dtype(kind))
             assert row is not None
-            right = "a number" if kind is np.float64 else "a whole number"
-            what = f"{cells[row].as_py()!r} is not {right}"
+            what = f"{cells[row].as_py()!r} is not {_RIGHT[np.dtype(kind).kind]}"
             raise _Source(str(self.path), self.where).refuse(row, column, what) from error
 
 
@@ -971,19 +1000,22 @@ def _read_haproxy(path: Path) -> _Raw:
     http = _HTTP.search(first)
     if http is None and not {"t", "te"} & {m[1] for m in _FIELD.finditer(first)}:
         raise ValueError(
-            f"{path}, {lines.where(0)}: {first[:80]!r} is neither fields such as 't=... te=... arm=...' nor "
-            "HAProxy's HTTP log line (option httplog)"
+            f"{path}, {lines.where(0)}: {first[:80]!r} is neither fields such as 't=... te=... "
+            "arm=...' nor HAProxy's HTTP log line (option httplog)"
         )
-    seen: dict[str, int] = {}
-    for row, line in enumerate(lines.text):
-        if seen.setdefault(line, row) != row:
-            raise ValueError(f"{path}, {lines.where(row)}: repeats {lines.where(seen[line])}")
+    if len(set(lines.text)) < len(lines.text):
+        seen: dict[str, int] = {}
+        for row, line in enumerate(lines.text):
+            if seen.setdefault(line, row) != row:
+                raise ValueError(f"{path}, {lines.where(row)}: repeats {lines.where(seen[line])}")
     return _read_http_lines(lines) if http else _read_fields(lines)
 
 
-def _seconds(start: NDArray[np.int64], end: NDArray[np.int64], ticks: float) -> dict[str, NDArray[Any]]:
-    """Return arrivals and departures in seconds since the first arrival; whole ticks are subtracted first."""
-    zero = start.min()
+def _seconds(
+    start: NDArray[np.int64], end: NDArray[np.int64], ticks: float
+) -> dict[str, NDArray[Any]]:
+    """Return arrivals and departures in seconds since the first arrival."""
+    zero = start.min()  # whole ticks are subtracted, so nothing is rounded before the division
     return {"arrival": (start - zero) / ticks, "departure": (end - zero) / ticks}
 
 
@@ -992,19 +1024,24 @@ def _read_fields(lines: _Lines) -> _Raw:
     names = [m[1] for m in _FIELD.finditer(lines.text[0])]
     repeated = [name for name, times in Counter(names).items() if times > 1]
     if repeated:
-        raise ValueError(f"{lines.path}, {lines.where(0)}: field {repeated[0]!r} is there more than once")
+        raise ValueError(
+            f"{lines.path}, {lines.where(0)}: field {repeated[0]!r} is there more than once"
+        )
     for name in ("t", "te", "arm"):
         if name not in names:
             raise ValueError(f"{lines.path}, {lines.where(0)}: field {name!r} is missing")
+    wanted = ("t", "te", "arm", "srv", "svc", "a", "b", "la", "lb")
+    fields = (f"{name}=(?P<{name}>[^ ]*)" if name in wanted else f"{name}=[^ ]*" for name in names)
     # A text before the first field (as syslog puts there) is passed over.
-    pattern = "(?:^|^[^=]* )" + " ".join(f"{name}=(?P<{name}>[^ ]*)" for name in names) + "$"
+    pattern = f"(?:^|^[^=]* ){' '.join(fields)}$"
 
     def explain(line: str) -> str:
         found = [m[1] for m in _FIELD.finditer(line)]
         missing = [name for name in names if name not in found]
         if missing:
             return f"field {missing[0]!r} is missing"
-        return f"the fields are not those of the first line: {' '.join(found)} instead of {' '.join(names)}"
+        right = " ".join(names)
+        return f"the fields are not those of the first line: {' '.join(found)} instead of {right}"
 
     cells = lines.extract(pattern, explain)
     whole = {
@@ -1013,8 +1050,16 @@ def _read_fields(lines: _Lines) -> _Raw:
         if name in cells
     }
     columns = _seconds(whole["t"], whole["te"], 1e6)
-    ours = {"t": "arrival", "te": "departure", "arm": "treated", "srv": "server", "svc": "service_time"}
-    source = _Source(str(lines.path), lines.where, {v: k for k, v in ours.items()} | {"candidates": "a, b"})
+    ours = {
+        "t": "arrival",
+        "te": "departure",
+        "arm": "treated",
+        "srv": "server",
+        "svc": "service_time",
+    }
+    source = _Source(
+        str(lines.path), lines.where, {v: k for k, v in ours.items()} | {"candidates": "a, b"}
+    )
     columns["treated"] = _typed(source, "treated", whole["arm"], np.bool_)
     if "srv" in cells:
         columns["server"] = _server_numbers(lines, cells["srv"])
@@ -1025,20 +1070,24 @@ def _read_fields(lines: _Lines) -> _Raw:
         columns["candidates"] = _typed(source, "candidates", pair, np.int32)
         if "la" in whole and "lb" in whole:
             columns["choice_control"] = columns["candidates"][:, 0]
-            columns["choice_treatment"] = np.where(whole["lb"] < whole["la"], *columns["candidates"].T[::-1])
-    return _Raw(source, columns, by_completion=True)
+            columns["choice_treatment"] = np.where(
+                whole["lb"] < whole["la"], *columns["candidates"].T[::-1]
+            )
+    return _Raw(source, columns, haproxy=True)
 
 
 def _server_numbers(lines: _Lines, names: pa.Array) -> NDArray[np.int32]:
     """Return the numbers in which the servers' names end."""
     coded = names.dictionary_encode()
-    index = coded.indices.to_numpy()
+    index: NDArray[np.int32] = np.asarray(coded.indices)
     numbers = np.empty(len(coded.dictionary), dtype=np.int32)
     for i, name in enumerate(coded.dictionary.to_pylist()):
         digits = re.search(r"[0-9]{1,9}$", name)
         if digits is None:
             what = f"{name!r} must end in the server's number, as s0 does"
-            raise _Source(str(lines.path), lines.where).refuse(int(np.argmax(index == i)), "srv", what)
+            raise _Source(str(lines.path), lines.where).refuse(
+                int(np.argmax(index == i)), "srv", what
+            )
         numbers[i] = int(digits[0])
     return numbers[index]
 
@@ -1050,17 +1099,21 @@ def _read_http_lines(lines: _Lines) -> _Raw:
         return f"{line[:80]!r} is not an HAProxy HTTP log line as the first one is"
 
     cells = lines.extract(_HTTP.pattern, explain)
-    source = _Source(str(lines.path), lines.where, {"treated": "captured request headers"})
+    source = _Source(
+        str(lines.path), lines.where, {"treated": "captured request headers", "departure": "Ta"}
+    )
     servers = cells["server"].to_pylist()
     timers = np.stack([lines.numbers_in(cells[n], n, np.int64) for n in ("TR", "Tw", "Tc", "Tr")])
     done = (timers >= 0).all(axis=0) & np.array([not name.startswith("<") for name in servers])
     rows = np.flatnonzero(done)
     if rows.size == 0:
-        raise ValueError(f"{lines.path} has no request that a server answered: all were aborted or refused")
+        raise ValueError(
+            f"{lines.path} has no request that a server answered: all were aborted or refused"
+        )
     if rows.size < done.size:
         warnings.warn(
-            f"{lines.path}: {done.size - rows.size} of {done.size} requests were left out: they were aborted "
-            "or HAProxy answered them itself",
+            f"{lines.path}: {done.size - rows.size} of {done.size} requests were left out: they "
+            "were aborted or HAProxy answered them itself",
             UserWarning,
             stacklevel=4,
         )
@@ -1077,14 +1130,20 @@ def _read_http_lines(lines: _Lines) -> _Raw:
     begin = _milliseconds(cells, source)
     start = begin + timers[0, rows]
     columns = _seconds(start, begin + lines.numbers_in(cells["Ta"], "Ta", np.int64), 1e3)
-    names = [f"{b}/{s}" for b, s in zip(cells["backend"].to_pylist(), cells["server"].to_pylist(), strict=True)]
+    names = [
+        f"{b}/{s}"
+        for b, s in zip(cells["backend"].to_pylist(), cells["server"].to_pylist(), strict=True)
+    ]
 
     def natural(name: str) -> list[Any]:
         return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
 
     numbered = {name: i for i, name in enumerate(sorted(set(names), key=natural))}
-    columns |= {"treated": arms, "server": np.array([numbered[name] for name in names], dtype=np.int32)}
-    return _Raw(source, columns, by_completion=True)
+    columns |= {
+        "treated": arms,
+        "server": np.array([numbered[name] for name in names], dtype=np.int32),
+    }
+    return _Raw(source, columns, haproxy=True)
 
 
 def _arms(captured: list[str], source: _Source) -> NDArray[np.bool_]:
@@ -1106,19 +1165,26 @@ def _arms(captured: list[str], source: _Source) -> NDArray[np.bool_]:
 def _milliseconds(cells: Mapping[str, pa.Array], source: _Source) -> NDArray[np.int64]:
     """Return the bracketed dates in milliseconds since some day."""
     coded = cells["day"].dictionary_encode()
-    index = coded.indices.to_numpy()
+    index: NDArray[np.int32] = np.asarray(coded.indices)
     days = np.empty(len(coded.dictionary), dtype=np.int64)
     for i, text in enumerate(coded.dictionary.to_pylist()):
         day, month, year = text.split("/")
         try:
-            days[i] = datetime.date(int(year), _MONTHS[month], int(day)).toordinal()
-        except (ValueError, KeyError):
-            raise source.refuse(int(np.argmax(index == i)), "date", f"{text!r} is not a date") from None
+            days[i] = datetime.date(int(year), _MONTHS.index(month) + 1, int(day)).toordinal()
+        except ValueError:
+            raise source.refuse(
+                int(np.argmax(index == i)), "date", f"{text!r} is not a date"
+            ) from None
     result = days[index]
-    for name, size, largest in (("hour", 24, 23), ("minute", 60, 59), ("second", 60, 60), ("ms", 1000, 999)):
+    for name, size, largest in (
+        ("hour", 24, 23),
+        ("minute", 60, 59),
+        ("second", 60, 60),
+        ("ms", 1000, 999),
+    ):
         part = np.array(cells[name].to_pylist(), dtype=np.int64)
         row = _first(part > largest)
         if row is not None:
-            raise source.refuse(row, "date", f"{part[row]} is not a {name}")
+            raise source.refuse(row, "date", f"the {name} is {part[row]}, at most {largest}")
         result = result * size + part
     return result

@@ -151,7 +151,7 @@ def choose(
         case qdq.UserPolicy(function=function):
             plain = getattr(function, "py_func", function)
             seen = np.array(queue_lengths), np.array(work), np.array(rates)
-            return int(plain(*seen, np.array(candidates), u))
+            return int(plain(*seen, np.array(candidates[: len(arm.servers)]), u))
     raise TypeError(f"unknown policy {arm.policy!r}")
 
 

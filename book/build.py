@@ -1,0 +1,388 @@
+"""Run the book's notebooks and render them: python book/build.py --help.
+
+Each notebook runs by papermill in a staging copy of the book and its result is kept under a key
+made of all it depends on, so that an interrupted or repeated build runs only what is missing.
+The finished book replaces _build/html in one step, and only if every page ran and rendered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import nbformat
+import yaml
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+TYPES = {kind.__name__: kind for kind in (bool, dict, float, int, list, str)}
+MEGABYTE = 1_000_000
+
+
+class BuildError(Exception):
+    """The build cannot go on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    type: Any  # a class, or a generic alias such as list[float]
+    default: Any
+    comment: str
+
+
+@dataclass(frozen=True)
+class Page:
+    path: Path  # from the root of the project, with suffix
+    parameters: Mapping[str, Parameter]
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def runs(self) -> bool:
+        return self.path.suffix == ".ipynb"
+
+
+def type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from YAML is of a parameter's type; an int will do for a float."""
+    args = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return any(fits(value, arg) for arg in args)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(fits(item, args[0]) for item in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(
+            fits(key, args[0]) and fits(item, args[1]) for key, item in value.items()
+        )
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def read_assignment(statement: ast.stmt) -> tuple[str, Any, Any]:
+    """Read `name: type = default`; ValueError and its like if it is anything else."""
+    match statement:
+        case ast.AnnAssign(ast.Name(name), annotation, ast.expr() as given):
+            kind = eval(ast.unparse(annotation), {"__builtins__": {}}, TYPES)
+            default = ast.literal_eval(given)
+            if fits(default, kind):
+                return name, kind, default
+    raise ValueError(statement)
+
+
+def read_parameters(path: Path, where: str) -> dict[str, Parameter]:
+    """Read the typed names in the notebook's `parameters` cell."""
+    cells = nbformat.read(path, as_version=4).cells
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    if len(tagged) > 1:
+        raise BuildError(f"{where}: {len(tagged)} cells are tagged `parameters`; one at most")
+    parameters = {}
+    for cell in tagged:
+        for statement in ast.parse(cell.source).body:
+            try:
+                name, kind, default = read_assignment(statement)
+            except (AttributeError, NameError, TypeError, ValueError):
+                raise BuildError(
+                    f"{where}: the parameters cell holds only lines like "
+                    f"`load: float = 0.8  # unit and range`, not `{ast.unparse(statement)}`"
+                ) from None
+            line = cell.source.splitlines()[(statement.end_lineno or 1) - 1].encode()
+            comment = line[statement.end_col_offset :].decode().strip(" #")
+            parameters[name] = Parameter(kind, default, comment)
+    return parameters
+
+
+def toc_files(entry: Any) -> Iterator[str]:
+    """Every `root` and `file` of a _toc.yml, in order."""
+    if isinstance(entry, list):
+        for item in entry:
+            yield from toc_files(item)
+    elif isinstance(entry, dict):
+        for key, value in entry.items():
+            if key in ("root", "file"):
+                yield value
+            else:
+                yield from toc_files(value)
+
+
+def read_pages(root: Path) -> dict[str, Page]:
+    """Read the pages of the table of contents, by name."""
+    pages: dict[str, Page] = {}
+    for file in toc_files(yaml.safe_load((root / "_toc.yml").read_text("utf-8"))):
+        found = [path for suffix in (".ipynb", ".md") if (path := root / (file + suffix)).exists()]
+        if len(found) != 1:
+            raise BuildError(f"_toc.yml: {file} needs one file, .ipynb or .md; found {len(found)}")
+        path = found[0].relative_to(root)
+        if path.suffix == ".md" and "{code-cell}" in found[0].read_text("utf-8"):
+            raise BuildError(f"{path}: only .ipynb pages run, and this one has code cells")
+        page = Page(path, read_parameters(found[0], str(path)) if path.suffix == ".ipynb" else {})
+        if page.name in pages:
+            raise BuildError(f"_toc.yml: two pages are named {page.name}")
+        pages[page.name] = page
+    return pages
+
+
+def choose_values(
+    pages: dict[str, Page], root: Path, chosen_set: str, assignments: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Collect the values that differ from each notebook's own cell, all checked."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in pages}
+
+    def put(where: str, page: str, name: str, value: Any) -> None:
+        if page not in pages:
+            raise BuildError(f"{where}: no page {page!r}; the pages are {', '.join(pages)}")
+        known = pages[page].parameters
+        if name not in known:
+            raise BuildError(
+                f"{where}: page {page} has no parameter {name!r}; "
+                f"it has {', '.join(known) or 'none'}"
+            )
+        if not fits(value, known[name].type):
+            raise BuildError(
+                f"{where}: {page}.{name} must be {type_name(known[name].type)}, "
+                f"not {value!r} ({type(value).__name__}); its default is {known[name].default!r}"
+            )
+        values[page][name] = value
+
+    if chosen_set != "standard":
+        file = root / "book" / "params" / f"{chosen_set}.yml"
+        for page, given in (yaml.safe_load(file.read_text("utf-8")) or {}).items():
+            for name, value in (given or {}).items():
+                put(f"{chosen_set}.yml", page, name, value)
+    for text in assignments:
+        match = re.fullmatch(r"([^.=]+)\.([^.=]+)=(.*)", text, re.DOTALL)
+        if not match:
+            raise BuildError(f"--set {text}: write page.parameter=value")
+        put(f"--set {text}", match[1], match[2], yaml.safe_load(match[3]))
+    return values
+
+
+def cache_key(root: Path, page: Page, values: dict[str, Any]) -> str:
+    """Hash all that a notebook's outputs depend on."""
+    sources = [root / page.path, root / "requirements.lock", root / "book" / "claims.yml"]
+    for folder, pattern in (("qdq", "*.py"), ("book/data", "*"), ("book/results", "*")):
+        sources += sorted((root / folder).rglob(pattern))
+    digest = hashlib.sha256(json.dumps([values, sys.version_info[:2]], sort_keys=True).encode())
+    for source in sources:
+        if source.is_file():
+            digest.update(f"\n{source.relative_to(root).as_posix()} ".encode())
+            digest.update(hashlib.sha256(source.read_bytes()).digest())
+    return f"{page.name}-{digest.hexdigest()[:20]}"
+
+
+def die_with_parent() -> None:
+    """End this worker, and with it its kernel, when the build is killed."""
+
+    def watch() -> None:
+        if parent := parent_process():
+            parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
+def run_page(stage: Path, path: Path, values: dict[str, Any], result: Path) -> str:
+    """Run one staged notebook into `result`; give back its traceback, empty if all went well."""
+    import papermill
+    from papermill.exceptions import PapermillException
+    from traitlets.config import Config
+
+    # Ports are chosen before they are bound, so kernels that start together may clash over TCP.
+    transport = "tcp" if sys.platform == "win32" else "ipc"
+    part = result.with_suffix(".part")
+    source = stage / path
+    try:
+        notebook = papermill.execute_notebook(
+            source,
+            None,
+            values,
+            kernel_name="python3",
+            progress_bar=False,
+            cwd=source.parent,
+            config=Config({"KernelManager": {"transport": transport}}),
+        )
+    except PapermillException as error:
+        return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    # What papermill notes down is of this run and this machine, not of the page.
+    notebook.metadata.pop("papermill", None)
+    for position, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{position}"
+        for key in ("papermill", "execution"):
+            cell.metadata.pop(key, None)
+    nbformat.write(notebook, part)
+    os.replace(part, result)
+    return ""
+
+
+def stage_book(root: Path, stage: Path) -> None:
+    """Copy the book's sources, with a configuration that runs no notebook."""
+    shutil.rmtree(stage, ignore_errors=True)
+    leave = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "build.py")
+    shutil.copytree(root / "book", stage / "book", ignore=leave)
+    for name in ("_toc.yml", "CHANGELOG.md", "CITATION.cff", "LICENSE"):
+        if (root / name).exists():
+            shutil.copy2(root / name, stage / name)
+    config = yaml.safe_load((root / "_config.yml").read_text("utf-8"))
+    config.setdefault("execute", {})["execute_notebooks"] = "off"
+    (stage / "_config.yml").write_text(yaml.safe_dump(config), "utf-8")
+
+
+def run_pages(root: Path, pages: list[Page], values: dict[str, dict[str, Any]], jobs: int) -> None:
+    """Run every page whose result is not there yet; name all that fail."""
+    stage, executed = root / "_build" / "stage", root / "_build" / "executed"
+    executed.mkdir(parents=True, exist_ok=True)
+    failed = {}
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=die_with_parent)
+    try:
+        waiting = {}
+        for page in pages:
+            result = executed / f"{cache_key(root, page, values[page.name])}.ipynb"
+            if not result.exists():
+                arguments = (stage, page.path, values[page.name], result)
+                waiting[pool.submit(run_page, *arguments)] = page.path
+        with tqdm(total=len(waiting), desc="notebooks", unit="page", disable=not waiting) as bar:
+            for future in as_completed(waiting):
+                if trace := future.result():
+                    failed[waiting[future]] = trace
+                bar.set_postfix_str(waiting[future].stem)
+                bar.update()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    for path, trace in failed.items():
+        print(f"\n{path} failed:\n{trace}", file=sys.stderr)
+    if failed:
+        raise BuildError(f"pages that failed: {', '.join(map(str, failed))}")
+
+
+def render(stage: Path, strict: bool) -> Path:
+    """Render the staged book with jupyter-book; strict means that a warning is a failure."""
+    command = [sys.executable, "-c", "from jupyter_book.cli.main import main; main()"]
+    command += ["build", str(stage), "--all", "--quiet"]
+    if strict:
+        command += ["-n", "-W", "--keep-going"]
+    # Its standard output names the staging folder, which nobody should open.
+    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise BuildError("jupyter-book failed, or warned of something: see above")
+    html = stage / "_build" / "html"
+    # The theme ships as much again that no browser asks for: source maps, and fonts in old formats.
+    for spare in (*html.rglob("*.map"), *html.rglob("*.ttf")):
+        spare.unlink()
+    return html
+
+
+class Loads(HTMLParser):
+    """What a page loads by itself when it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed"):
+            self.addresses.append(given.get("src") or "")
+        if tag == "link" and given.get("rel") in ("stylesheet", "preload", "icon", "shortcut icon"):
+            self.addresses.append(given.get("href") or "")
+
+
+def check_book(html: Path, pages: dict[str, Page], root: Path) -> None:
+    """Check that every page is there, light, and of use on any machine without a network."""
+    for page in pages.values():
+        file = html / page.path.with_suffix(".html")
+        if not file.exists():
+            raise BuildError(f"{page.path}: not in the rendered book")
+        text = file.read_text("utf-8")
+        if str(root) in text:
+            raise BuildError(f"{page.path}: the rendered page names {root}")
+        loads = Loads()
+        loads.feed(text)
+        if outside := [a for a in loads.addresses if re.match(r"(https?:)?//", a)]:
+            raise BuildError(f"{page.path}: loads from another host: {', '.join(outside)}")
+        images = {file.parent / a for a in loads.addresses if "/_images/" in a}
+        weight = sum(part.stat().st_size for part in {file, *images})
+        if weight > MEGABYTE:
+            raise BuildError(f"{page.path}: page and images weigh {weight:,} bytes, 1 MB at most")
+    shared = sum(file.stat().st_size for file in (html / "_static").rglob("*"))
+    if shared > 4 * MEGABYTE:
+        raise BuildError(f"_static: weighs {shared:,} bytes, 4 MB at most")
+
+
+def build(root: Path, only: list[str], chosen_set: str, assignments: list[str], jobs: int) -> None:
+    pages = read_pages(root)
+    values = choose_values(pages, root, chosen_set, assignments)
+    if unknown := [name for name in only if name not in pages]:
+        raise BuildError(f"--only {' '.join(unknown)}: the pages are {', '.join(pages)}")
+    notebooks = [page for page in pages.values() if page.runs]
+    stage = root / "_build" / "stage"
+    stage_book(root, stage)
+    run_pages(root, [p for p in notebooks if not only or p.name in only], values, jobs)
+    for page in notebooks:  # with --only, the others show the results they have, or none
+        result = root / "_build" / "executed" / f"{cache_key(root, page, values[page.name])}.ipynb"
+        if result.exists():
+            shutil.copyfile(result, stage / page.path)
+    html = render(stage, strict=not only)
+    check_book(html, pages, root)
+    shutil.rmtree(root / "_build" / "html", ignore_errors=True)
+    html.rename(root / "_build" / "html")
+    print(f"The book is at {Path('_build', 'html', 'index.html')}")
+
+
+def list_pages(root: Path, chosen_set: str, assignments: list[str]) -> None:
+    pages = read_pages(root)
+    values = choose_values(pages, root, chosen_set, assignments)
+    for page in pages.values():
+        print(f"{page.name}  ({page.path})")
+        for name, parameter in page.parameters.items():
+            value = values[page.name].get(name, parameter.default)
+            print(f"    {name}: {type_name(parameter.type)} = {value!r}  # {parameter.comment}")
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python book/build.py", description="Run the notebooks and render the book."
+    )
+    parser.add_argument("--list", action="store_true", help="show pages and parameters, run none")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PAGE", help="run only these")
+    parser.add_argument("--params", choices=["smoke", "standard", "paper"], default="standard")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PAGE.PARAMETER=VALUE", help="value in YAML"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
+    options = parser.parse_args(arguments)
+    try:
+        if options.list:
+            list_pages(root, options.params, options.set)
+        else:
+            build(root, options.only, options.params, options.set, options.jobs)
+    except BuildError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted; the next build goes on from here.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

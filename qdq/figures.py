@@ -1,0 +1,311 @@
+"""The book's figures: one style, one colour and marker a method, the few plots that pages share.
+
+The ground is opaque white, also where the page is dark. Colours are those of Okabe and Ito, which
+people with any of the common colour vision deficiencies can tell apart; markers repeat the
+distinction. Figures are narrow and their type is large, so that they can be read on a phone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from numpy.typing import ArrayLike
+
+from qdq import validation
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WIDTH = 5.4
+"""Width of a figure in inches."""
+
+
+class MethodStyle(NamedTuple):
+    """How a method is called and drawn."""
+
+    label: str
+    colour: str
+    marker: str
+
+
+METHODS = {
+    "naive": MethodStyle("naive", "#D55E00", "o"),
+    "server_split": MethodStyle("server split", "#E69F00", "s"),
+    "dq_queue": MethodStyle("qDQ", "#56B4E9", "v"),
+    "dq_response": MethodStyle("wDQ", "#0072B2", "^"),
+    "dq_mixed": MethodStyle("mixed DQ", "#009E73", "D"),
+    "switchback": MethodStyle("switchback", "#CC79A7", "P"),
+}
+"""Style of each method, by the name that `Estimate.method` has, in the order that figures show."""
+
+TRUTH = "#000000"
+"""Colour of the line at the true effect."""
+
+
+def use_style() -> None:
+    """Set the style of all figures drawn from now on."""
+    sns.set_theme(context="notebook", style="whitegrid", font="DejaVu Sans")
+    plt.rcParams.update(
+        {
+            "figure.figsize": (WIDTH, 3.6),
+            "figure.dpi": 110,
+            "figure.facecolor": "white",
+            "figure.constrained_layout.use": True,
+            "savefig.dpi": 160,
+            "savefig.facecolor": "white",
+            "savefig.transparent": False,
+            "axes.facecolor": "white",
+            "axes.titlesize": 11,
+            "axes.labelsize": 11,
+            "axes.edgecolor": "#444444",
+            "axes.prop_cycle": plt.cycler(color=[style.colour for style in METHODS.values()]),
+            "grid.color": "#dddddd",
+            "xtick.labelsize": 10,
+            "ytick.labelsize": 10,
+            "legend.fontsize": 10,
+            "legend.frameon": False,
+            "lines.linewidth": 1.8,
+            "lines.markersize": 6,
+        }
+    )
+
+
+class Table:
+    """A table that shows as HTML in a notebook, with the same bytes each time. Made by `table`."""
+
+    def __init__(self, frame: pd.DataFrame, decimals: int) -> None:
+        self._frame = frame
+        self._html = frame.to_html(
+            index=False,
+            border=0,
+            justify="left",
+            na_rep="",
+            float_format=f"{{:,.{decimals}f}}".format,
+        )
+
+    def __repr__(self) -> str:
+        return self._frame.to_string(index=False)
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+
+def table(frame: pd.DataFrame, decimals: int = 3) -> Table:
+    """Return a table for a page: no index, numbers rounded, missing values left blank.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        The rows.
+    decimals : int, default 3
+        Digits after the point of the columns that hold floats.
+
+    Returns
+    -------
+    Table
+    """
+    return Table(frame, validation.integer("decimals", decimals, "an integer >= 0", at_least=0))
+
+
+def _ordered(methods: Sequence[str]) -> list[str]:
+    """Return the methods in the order of figures, each once."""
+    for method in methods:
+        if method not in METHODS:
+            raise validation.refuse("method", method, "one of " + ", ".join(METHODS))
+    return [method for method in METHODS if method in methods]
+
+
+def _truth_line(axes: Axes, truth: float) -> None:
+    axes.axvline(truth, color=TRUTH, linewidth=1.4, zorder=1)
+    axes.annotate(
+        "truth",
+        (truth, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+        fontsize=10,
+    )
+
+
+def _name_rows(axes: Axes, methods: list[str]) -> None:
+    axes.set_yticks(range(len(methods)), [METHODS[method].label for method in methods])
+    axes.set_ylim(len(methods) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+
+
+def intervals(frame: pd.DataFrame, truth: float, *, axes: Axes | None = None) -> Axes:
+    """Draw estimates with their confidence intervals, a row each, and a line at the truth.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        As `qdq.estimate` returns, with the columns ``method, value, low, high``, one row a method.
+    truth : float
+        The true effect.
+    axes : matplotlib Axes, optional
+        Where to draw; by default a new figure.
+
+    Returns
+    -------
+    matplotlib Axes
+
+    Raises
+    ------
+    ValueError
+        If a method is unknown or appears twice.
+    """
+    methods = _ordered(list(frame["method"]))
+    if len(methods) != len(frame):
+        raise ValueError(
+            f"frame has {len(frame)} rows for {len(methods)} methods: it must have one a method"
+        )
+    if axes is None:
+        axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.45 * len(methods)))[1]
+    _truth_line(axes, truth)
+    rows = frame.set_index("method")
+    for place, method in enumerate(methods):
+        value, low, high = (float(rows.at[method, name]) for name in ("value", "low", "high"))
+        _, colour, marker = METHODS[method]
+        axes.plot([low, high], [place, place], color=colour, linewidth=2.4)
+        axes.plot([value], [place], color=colour, marker=marker, markersize=8)
+    _name_rows(axes, methods)
+    return axes
+
+
+def violins(
+    replications: Mapping[str, ArrayLike], truth: float, *, axes: Axes | None = None
+) -> Axes:
+    """Draw the spread of each method's estimates over replications, and a line at the truth.
+
+    A violin shows the density, a bar in it the middle half, the method's marker the mean.
+
+    Parameters
+    ----------
+    replications : mapping of str to array_like of float
+        The estimates of each method, at least two.
+    truth : float
+        The true effect.
+    axes : matplotlib Axes, optional
+        Where to draw; by default a new figure.
+
+    Returns
+    -------
+    matplotlib Axes
+
+    Raises
+    ------
+    ValueError
+        If a method is unknown, or has fewer than two estimates.
+    """
+    methods = _ordered(list(replications))
+    samples = [np.asarray(replications[method], dtype=np.float64).ravel() for method in methods]
+    for method, sample in zip(methods, samples, strict=True):
+        if sample.size < 2:
+            raise ValueError(f"{method} has {sample.size} estimates: a violin needs at least 2")
+    if axes is None:
+        axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.55 * len(methods)))[1]
+    _truth_line(axes, truth)
+    sns.violinplot(
+        data=samples,
+        orient="h",
+        palette=[METHODS[method].colour for method in methods],
+        # Equal widths: some methods spread a hundred times as far as others.
+        density_norm="width",
+        inner=None,
+        linewidth=0.8,
+        cut=0,
+        ax=axes,
+    )
+    for place, (method, sample) in enumerate(zip(methods, samples, strict=True)):
+        axes.plot(np.quantile(sample, [0.25, 0.75]), [place, place], color="#222222", linewidth=3)
+        axes.plot(
+            [sample.mean()],
+            [place],
+            color="white",
+            markeredgecolor="#222222",
+            marker=METHODS[method].marker,
+            markersize=7,
+        )
+    _name_rows(axes, methods)
+    return axes
+
+
+def small_multiples(
+    frame: pd.DataFrame,
+    *,
+    x: str,
+    y: str,
+    panel: str,
+    error: str | None = None,
+    log: bool = False,
+    labels: Mapping[str, str] | None = None,
+) -> Figure:
+    """Draw a line per method in one panel for each value of a column, two panels a row.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        One row for each method, panel and x, with the column ``method``.
+    x, y, panel : str
+        Columns: along each panel, up each panel, and what sets the panels apart, in order of first
+        appearance.
+    error : str, optional
+        Column of the standard errors of y; bars of two standard errors either way are drawn.
+    log : bool, default False
+        Whether y is on a logarithmic axis.
+    labels : mapping of str to str, optional
+        What to write for the columns x and y, by default their names.
+
+    Returns
+    -------
+    matplotlib Figure
+
+    Raises
+    ------
+    ValueError
+        If a method is unknown.
+    """
+    names = dict(labels or {})
+    methods = _ordered(list(frame["method"]))
+    titles = list(dict.fromkeys(frame[panel]))
+    n_rows = (len(titles) + 1) // 2
+    figure, grid = plt.subplots(
+        n_rows, 2, figsize=(WIDTH, 0.8 + 2.3 * n_rows), sharex=True, sharey=True, squeeze=False
+    )
+    for axes in grid.flat[len(titles) :]:
+        axes.set_visible(False)
+    drawn: dict[str, Any] = {}
+    for axes, title in zip(grid.flat, titles, strict=False):
+        inside = frame[frame[panel] == title]
+        for method in methods:
+            line = inside[inside["method"] == method].sort_values(x)
+            label, colour, marker = METHODS[method]
+            bars = None if error is None else 2.0 * line[error]
+            drawn[label] = axes.errorbar(
+                line[x],
+                line[y],
+                yerr=bars,
+                color=colour,
+                marker=marker,
+                linewidth=1.5,
+                markersize=5,
+            )
+        axes.set_title(str(title))
+        if log:
+            axes.set_yscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(sorted(set(frame[x]))))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.tick_params(axis="x", labelrotation=60)
+    figure.supxlabel(names.get(x, x), fontsize=11)
+    figure.supylabel(names.get(y, y), fontsize=11)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=3)
+    return figure

@@ -1,0 +1,230 @@
+"""The book's runner, on tiny books of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+import build as runner
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+PARAMETERS = """\
+loads: list[float] = [0.5, 0.7]  # arrival rate per server
+pairs: list[list[int]] = [[1, 2]]  # control and treatment
+n_tasks: int = 1000  # tasks # in each run
+label: str = "a#b"
+limit: float | None = None"""
+
+
+def write_notebook(path: Path, *sources: str, parameters: str = "") -> None:
+    new = nbformat.v4
+    cells = [new.new_markdown_cell(f"# Page {path.stem}")]
+    if parameters:
+        cells.append(new.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+    cells += [new.new_code_cell(source) for source in sources]
+    for position, cell in enumerate(cells):
+        cell.id = f"c{position}"
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(new.new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return a project with a book of two pages, set up as the real one is."""
+    for folder in ("book/params", "book/data", "qdq"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(PROJECT / "_config.yml", tmp_path)
+    shutil.copytree(PROJECT / "book" / "_ext", tmp_path / "book" / "_ext")
+    shutil.copytree(PROJECT / "book" / "_static", tmp_path / "book" / "_static")
+    (tmp_path / "_toc.yml").write_text(
+        "format: jb-book\nroot: book/index\nchapters:\n  - file: book/one\n"
+    )
+    (tmp_path / "book" / "index.md").write_text("# Index\n\nA formula: $W_i \\le x^2$.\n")
+    (tmp_path / "book" / "references.bib").write_text("")
+    (tmp_path / "book" / "params" / "smoke.yml").write_text("one: {n_tasks: 10}\n")
+    (tmp_path / "qdq" / "__init__.py").write_text("")
+    write_notebook(
+        tmp_path / "book" / "one.ipynb", "print('loads', loads, n_tasks)", parameters=PARAMETERS
+    )
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_pages(*_: object) -> None:
+        raise AssertionError("a page was run")
+
+    monkeypatch.setattr(runner, "run_pages", run_pages)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "two.n_tasks=1"], "no page 'two'; the pages are index, one"),
+        (["--set", "one.tasks=1"], "no parameter 'tasks'; it has loads, pairs, n_tasks, label"),
+        (["--set", "index.n_tasks=1"], "page index has no parameter 'n_tasks'; it has none"),
+        (["--set", "one.n_tasks=many"], "one.n_tasks must be int, not 'many' (str)"),
+        (["--set", "one.n_tasks=1.5"], "must be int, not 1.5 (float); its default is 1000"),
+        (["--set", "one.n_tasks=true"], "must be int, not True (bool)"),
+        (["--set", "one.loads=0.9"], "must be list[float], not 0.9 (float)"),
+        (["--set", "one.loads=[a]"], "must be list[float], not ['a'] (list)"),
+        (["--set", "one.pairs=[[1, 2.5]]"], "must be list[list[int]], not [[1, 2.5]]"),
+        (["--set", "one.limit=a"], "must be float | None, not 'a'"),
+        (["--set", "n_tasks=1"], "write page.parameter=value"),
+        (["--only", "two"], "--only two: the pages are index, one"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_runs(
+    root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert runner.main(arguments, root) == 1
+    assert message in capsys.readouterr().err
+    assert not (root / "_build").exists()
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("text", ["three: {n_tasks: 1}", "one: {n: 1}", "one: {n_tasks: '1'}"])
+def test_parameter_sets_are_checked_too(
+    root: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (root / "book" / "params" / "smoke.yml").write_text(text)
+    assert runner.main(["--params", "smoke"], root) == 1
+    assert "smoke.yml: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "n = 3",
+        "n: int",
+        "n: int = 'three'",
+        "n: int = 2 * 3",
+        "n: Number = 3",
+        "import os",
+        "n: list[int] = [0.5]",
+    ],
+)
+def test_parameters_cells_hold_typed_plain_values(
+    root: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    write_notebook(root / "book" / "one.ipynb", parameters=line)
+    assert runner.main(["--list"], root) == 1
+    assert f"not `{line}`" in capsys.readouterr().err
+
+
+def test_pages_that_would_not_run_or_are_missing_are_refused(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = root / "book" / "index.md"
+    index.write_text("# Index\n\n```{code-cell}\n1\n```\n")
+    assert runner.main(["--list"], root) == 1
+    assert "only .ipynb pages run" in capsys.readouterr().err
+    index.unlink()
+    assert runner.main(["--list"], root) == 1
+    assert "book/index needs one file" in capsys.readouterr().err
+
+
+def test_list_shows_types_values_and_comments(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runner.main(["--list", "--params", "smoke", "--set", "one.loads=[1]"], root) == 0
+    out = capsys.readouterr().out
+    assert "loads: list[float] = [1]  # arrival rate per server" in out
+    assert "n_tasks: int = 10  # tasks # in each run" in out
+    assert "label: str = 'a#b'" in out
+
+
+def test_the_key_depends_on_all_that_a_page_depends_on(root: Path) -> None:
+    page = runner.read_pages(root)["one"]
+    keys = {runner.cache_key(root, page, {}), runner.cache_key(root, page, {"n_tasks": 1})}
+    assert runner.cache_key(root, page, {}) in keys
+    for path in ("qdq/kernels.py", "book/data/log.csv", "requirements.lock", "book/one.ipynb"):
+        with (root / path).open("a") as file:
+            file.write(" ")
+        keys.add(runner.cache_key(root, page, {}))
+    assert len(keys) == 6
+    (root / "book" / "index.md").write_text("# Another index")
+    assert runner.cache_key(root, page, {}) in keys
+
+
+def run(root: Path, values: dict[str, object] | None = None) -> None:
+    pages = runner.read_pages(root)
+    runner.stage_book(root, root / "_build" / "stage")
+    runner.run_pages(root, [pages["one"]], {"one": values or {}}, 1)
+
+
+def test_a_failing_page_is_named_and_a_good_one_runs_once(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_notebook(root / "book" / "one.ipynb", "1 / 0  # fails")
+    assert runner.main(["--jobs", "1"], root) == 1
+    err = capsys.readouterr().err
+    assert "book/one.ipynb failed:" in err
+    assert "ZeroDivisionError" in err
+    assert not (root / "_build" / "html").exists()
+
+    write_notebook(
+        root / "book" / "one.ipynb", "import os\nprint('in', os.path.basename(os.getcwd()))"
+    )
+    run(root)
+    (result,) = (root / "_build" / "executed").glob("*.ipynb")
+    text = result.read_text()
+    assert "in book" in text
+    assert str(root) not in text
+    assert "papermill" not in text
+    written = result.stat().st_mtime_ns
+    run(root)
+    assert result.stat().st_mtime_ns == written
+
+
+def test_check_refuses_what_is_missing_heavy_or_loaded_from_elsewhere(root: Path) -> None:
+    pages, html = runner.read_pages(root), root / "html"
+    for name in ("index", "one"):
+        (html / "book").mkdir(parents=True, exist_ok=True)
+        (html / "book" / f"{name}.html").write_text('<a href="https://example.org">see</a>')
+    (html / "_static").mkdir()
+    runner.check_book(html, pages, root)
+    page = html / "book" / "one.html"
+    for text, message in [
+        ('<script src="https://example.org/a.js"></script>', "loads from another host"),
+        ('<link rel="stylesheet" href="//example.org/a.css">', "loads from another host"),
+        (f"<p>{root}</p>", "names"),
+        ("x" * 1_000_001, "1 MB at most"),
+    ]:
+        page.write_text(text)
+        with pytest.raises(runner.BuildError, match=message):
+            runner.check_book(html, pages, root)
+    page.unlink()
+    with pytest.raises(runner.BuildError, match="not in the rendered book"):
+        runner.check_book(html, pages, root)
+
+
+@pytest.mark.long
+def test_a_whole_build(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Values show in the page, formulas are MathML, and a warning keeps the last good book."""
+    assert runner.main(["--params", "smoke", "--set", "one.loads=[0.875]"], root) == 0
+    page = root / "_build" / "html" / "book" / "one.html"
+    assert "loads [0.875] 10" in page.read_text()
+    assert "<math>" in (root / "_build" / "html" / "book" / "index.html").read_text()
+    for formula in (r"$\nosuchcommand$", "{ref}`nowhere`"):
+        (root / "book" / "index.md").write_text(f"# Index\n\n{formula}\n")
+        assert runner.main(["--params", "smoke", "--set", "one.loads=[0.875]"], root) == 1
+        assert "warned of something" in capfd.readouterr().err
+        assert page.exists()
+
+
+@pytest.mark.long
+def test_the_configuration_alone_builds_the_book_too(root: Path) -> None:
+    config = yaml.safe_load((root / "_config.yml").read_text())
+    assert config["execute"]["execute_notebooks"] == "force"
+    html = runner.render(root, strict=True)
+    assert "loads [0.5, 0.7] 1000" in (html / "book" / "one.html").read_text()
+    assert os.listdir(html / "_static" / "fonts")

@@ -1,0 +1,442 @@
+"""The command line: what it prints, as text and as JSON, and how it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import qdq
+from qdq import inference
+from qdq.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = "book/data/haproxy/ab-rho80.haproxy.log.gz"
+# Issued with the log: a plain numpy computation, in ms, nothing skipped.
+PINNED = {"naive": -23.373, "dq_response": -44.735, "dq_queue": -42.333, "dq_mixed": -46.735}
+
+
+def strict(text):
+    """Read JSON that has no NaN or Infinity, which Python would let pass."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def run(capsys, *arguments):
+    """Run the command line; return stdout and stderr."""
+    assert main([str(a) for a in arguments]) == 0
+    return capsys.readouterr()
+
+
+def run_json(capsys, *arguments):
+    said = run(capsys, "estimate", *arguments, "--json")
+    return strict(said.out), said.err
+
+
+def refused(capsys, *arguments):
+    """Run the command line, which must refuse; return its one line."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(a) for a in arguments])
+    said = capsys.readouterr()
+    assert caught.value.code == 2
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert said.err.endswith("\n")
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.fixture(scope="module")
+def scenario():
+    return qdq.Scenario(n_servers=5, arrivals=qdq.Poisson(0.7))
+
+
+@pytest.fixture(scope="module")
+def simulated(scenario):
+    """A log that starts empty and, like every simulated one, ends when its last task has left."""
+    return qdq.simulate(
+        scenario,
+        qdq.Bernoulli(0.5),
+        n_tasks=20_000,
+        seed=5,
+        warm_up=0.0,
+        record=("service_time", "in_system"),
+    )
+
+
+@pytest.fixture
+def outside(tmp_path, simulated):
+    """Write the simulated log as one from outside, with chosen columns; return its path."""
+
+    def write(*columns, name="log.csv", rows=slice(None)):
+        frame = simulated.to_frame()[["arrival", "departure", "treated", *columns]][rows]
+        frame.attrs = {}
+        path = tmp_path / name
+        frame.astype({"treated": int}).to_csv(path, index=False)
+        return path
+
+    return write
+
+
+# --------------------------------------------------------------------------------------------------
+# The shipped log
+# --------------------------------------------------------------------------------------------------
+
+
+def test_shipped_log_as_text_in_a_process_of_its_own():
+    result = subprocess.run(
+        [sys.executable, "-m", "qdq", "estimate", SHIPPED, "--horizon", "480", "--propensity=0.5"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "treatment minus control, in ms" in result.stdout
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    for method, value in PINNED.items():
+        assert rows[method][1] == f"{value:.3f}"
+    starts = {re.search(r"\[", line).start() for line in lines if "[" in line}
+    assert len(starts) == 1, "intervals are aligned"
+
+
+def test_shipped_log_as_json(capsys):
+    result, err = run_json(capsys, ROOT / SHIPPED, "--horizon", 480, "--propensity", 0.5)
+    assert err == ""
+    assert list(result) == ["log", "checks", "estimates"]
+    assert {e["method"]: round(1000 * e["value"], 3) for e in result["estimates"]} == PINNED
+    columns = (
+        "method value standard_error low high horizon n_used alpha normalise queue arrival_rate"
+    )
+    for estimate in result["estimates"]:
+        assert list(estimate) == columns.split()
+        assert estimate["low"] < estimate["value"] < estimate["high"]
+    naive, response, _, mixed = result["estimates"]
+    assert naive["horizon"] is None
+    assert (response["horizon"], response["queue"]) == (480, None)
+    assert mixed["n_used"] == 250_000 - 480
+    log = result["log"]
+    assert (log["n_tasks"], log["n_servers"], log["time_unit"]) == (250_000, 20, "s")
+    assert log["arrival_rate"] == pytest.approx(637.87, abs=0.01)
+    assert log["treated_share"] == 125_078 / 250_000
+    difference = log["mean_response_treatment"] - log["mean_response_control"]
+    assert difference == pytest.approx(naive["value"], rel=1e-9)
+    checks = result["checks"]
+    p = stats.binomtest(125_078, 250_000, 0.5).pvalue
+    assert checks["sample_ratio"]["p_value"] == pytest.approx(p, rel=1e-6)
+    for name in ("sample_ratio", "constant_rate", "littles_law", "tail"):
+        assert checks[name]["passed"], name
+    advice = " ".join(checks["advice"])
+    for word in ("slope", "extrapolates", "cannot tell", "--skip"):
+        assert word in advice
+
+
+def test_documented_example_is_what_is_printed(capsys):
+    page = (ROOT / "book/reference/cli.md").read_text("utf-8")
+    block = next(b for b in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "$ python" in b)
+    first, _, output = block.partition("\n")
+    arguments = first.removeprefix("$ python -m qdq ").split()
+    assert arguments[1] == SHIPPED
+    arguments[1] = ROOT / SHIPPED
+    assert run(capsys, *arguments).out == output
+    assert "the first 10 s left out, 243,591 tasks counted" in output
+    assert "-23.332" in output
+
+
+# --------------------------------------------------------------------------------------------------
+# Other logs
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])
+def test_log_of_ours(capsys, tmp_path, simulated, suffix):
+    path = tmp_path / f"log{suffix}"
+    simulated.write(path)
+    result, err = run_json(capsys, path, "--level", 0.9)
+    assert err == ""
+    expected = qdq.estimate(simulated, level=0.9)
+    for row, (_, right) in zip(result["estimates"], expected.iterrows(), strict=True):
+        for name in ("method", "value", "standard_error", "low", "high"):
+            assert row[name] == right[name]
+    # Known from the file: the propensity, and the horizon from the scenario.
+    assert result["estimates"][-1]["horizon"] == simulated.scenario.default_horizon
+    assert result["log"]["propensity"] == 0.5
+    assert result["log"]["time_unit"] is None
+    text = run(capsys, "estimate", path).out
+    assert "in the file's unit" in text
+    assert " ms" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_horizon_from_service_times(capsys, outside, simulated):
+    result, _ = run_json(capsys, outside("service_time"))
+    span = simulated.arrival[-1] - simulated.arrival[0]
+    horizon = int(30.0 * (simulated.n_tasks - 1) / span * simulated.service_time.mean())
+    assert result["estimates"][-1]["horizon"] == horizon
+    assert result["log"]["n_servers"] is None
+    assert result["log"]["load"] is None
+    assert any("load is not known" in advice for advice in result["checks"]["advice"])
+
+
+def test_options_reach_the_estimators(capsys, outside):
+    path = outside()
+    given = ["--horizon", 50, "--skip", 100, "--queue", "time_average", "--propensity", 0.5]
+    result, _ = run_json(capsys, path, *given, "--normalise", "inverse_propensity")
+    log = qdq.TaskLog.read(path, skip=100.0, propensity=0.5)
+    expected = qdq.estimate(
+        log, horizon=50, queue="time_average", normalise="inverse_propensity"
+    ).set_index("method")
+    for row in result["estimates"]:
+        assert row["value"] == expected.at[row["method"], "value"]
+    assert result["log"]["n_counted"] == log.n_tasks - log.first_counted < log.n_tasks
+    text = run(capsys, "estimate", path, *given).out
+    assert "the first 100 left out" in text
+    assert "queue time_average, weight" in text
+
+
+def test_format_given(capsys, outside):
+    path = outside(name="log.txt")
+    assert "a name that ends in .csv" in refused(capsys, "estimate", path, "--horizon", 50)
+    run_json(capsys, path, "--horizon", 50, "--format", "csv")
+
+
+def test_propensity_not_given(capsys, outside):
+    path = outside()
+    result, _ = run_json(capsys, path, "--horizon", 50)
+    assert result["checks"]["sample_ratio"] == {
+        "propensity": None,
+        "p_value": None,
+        "passed": None,
+    }
+    assert "not checked without --propensity" in run(capsys, "estimate", path, "--horizon", 50).out
+
+
+def test_share_of_treated_that_was_not_intended(capsys, outside):
+    result, _ = run_json(capsys, outside(), "--horizon", 50, "--propensity", 0.4)
+    assert result["checks"]["sample_ratio"]["passed"] is False
+    assert result["checks"]["sample_ratio"]["p_value"] < 1e-9
+    assert "not what was intended" in result["checks"]["advice"][0]
+
+
+def test_warnings_go_to_stderr(capsys, outside):
+    result, err = run_json(capsys, outside(rows=slice(None, None, -1)), "--horizon", 50)
+    assert result["log"]["n_tasks"] == 20_000
+    assert err.count("\n") == 1
+    assert "warning: " in err
+    assert "were sorted" in err
+
+
+def test_switchback_log(capsys, tmp_path, scenario):
+    log = qdq.simulate(scenario, qdq.Switchback(100.0), n_tasks=20_000, seed=1, warm_up=0.0)
+    path = tmp_path / "log.parquet"
+    log.write(path)
+    result, _ = run_json(capsys, path)
+    assert [row["method"] for row in result["estimates"]] == ["switchback"]
+    assert result["checks"]["sample_ratio"]["passed"] is None
+    assert "drawn task by task" in run(capsys, "estimate", path).out
+
+
+def test_help_and_version(capsys):
+    for arguments, said in (
+        (["--version"], f"qdq {qdq.__version__}"),
+        (["--help"], "estimate the effect"),
+        (["estimate", "--help"], "estimate access.log.gz --horizon 480"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        out = capsys.readouterr().out
+        assert said in out
+        assert max(map(len, out.splitlines())) <= 80
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks
+# --------------------------------------------------------------------------------------------------
+
+
+def test_littles_law_is_an_identity_on_a_complete_log(simulated):
+    found = inference.littles_law(simulated.arrival, simulated.departure, simulated.in_system)
+    # Number x span = sum of response times, less what lies beyond the last arrival.
+    span = simulated.arrival[-1] - simulated.arrival[0]
+    beyond = np.maximum(simulated.departure - simulated.arrival[-1], 0.0).sum()
+    total = simulated.response_time.sum()
+    assert found.number_in_system * span == pytest.approx(total - beyond, rel=1e-12)
+    assert found.unlogged == 0.0
+    assert found.number_in_system / found.rate_times_response == pytest.approx(
+        1.0 + found.edge, rel=1e-12
+    )
+    assert abs(found.edge) < 2e-3
+    assert found.found_on_arrival == simulated.in_system.mean()
+    # Another way to the time average: the system's size on a fine grid.
+    times = np.linspace(simulated.arrival[0], simulated.arrival[-1], 1_000_001)
+    size = np.searchsorted(simulated.arrival, times, side="right") - np.searchsorted(
+        np.sort(simulated.departure), times, side="right"
+    )
+    assert found.number_in_system == pytest.approx(size.mean(), rel=1e-4)
+
+
+def test_littles_law_counts_tasks_carried_over(scenario):
+    log = qdq.simulate(scenario, n_tasks=5_000, seed=2, record=("in_system",))
+    assert len(log.carried_over) > 0
+    found = inference.littles_law(log.arrival, log.departure, log.in_system, log.carried_over[:, 2])
+    assert found.unlogged == 0.0
+    without = inference.littles_law(log.arrival, log.departure, log.in_system)
+    assert without.unlogged > 0.0
+
+
+def test_lost_lines_show_if_the_tasks_in_system_were_counted(capsys, outside):
+    kept = np.random.default_rng(1).random(20_000) >= 0.05
+    result, _ = run_json(capsys, outside("in_system", rows=kept), "--horizon", 50)
+    little = result["checks"]["littles_law"]
+    assert little["source"] == "in_system"
+    # 5 % of the tasks' time is missing from the other 95 %.
+    assert little["unlogged"] == pytest.approx(0.05 / 0.95, abs=0.006)
+    assert little["passed"] is False
+    assert any("lines were lost" in advice for advice in result["checks"]["advice"])
+    result, _ = run_json(capsys, outside(rows=kept), "--horizon", 50)
+    assert result["checks"]["littles_law"]["unlogged"] is None
+
+
+def test_constant_rate_is_not_refused_and_a_varying_one_is(capsys, tmp_path):
+    rejected = 0
+    for seed in range(200):
+        arrival = np.cumsum(np.random.default_rng(seed).exponential(size=5_000))
+        rejected += inference.constant_rate(arrival).p_value < 0.05
+    # Binomial(200, 0.05), 4.5 standard deviations either way.
+    assert abs(rejected - 10) <= 4.5 * np.sqrt(200 * 0.05 * 0.95)
+
+    varying = qdq.Scenario(arrivals=qdq.Periodic(rate=0.7, amplitude=0.2, period=200.0))
+    log = qdq.simulate(varying, n_tasks=50_000, seed=1, warm_up=0.0)
+    test = inference.constant_rate(log.arrival)
+    assert test.p_value < 1e-6
+    assert test.variation == pytest.approx(0.2 / np.sqrt(2.0), rel=0.15)
+    frame = log.to_frame()
+    frame.attrs = {}
+    path = tmp_path / "log.csv"
+    frame.to_csv(path, index=False)
+    result, _ = run_json(capsys, path, "--horizon", 300)
+    assert result["checks"]["constant_rate"]["passed"] is False
+    assert any("time_average" in advice for advice in result["checks"]["advice"])
+    result, _ = run_json(capsys, path, "--horizon", 300, "--queue", "time_average")
+    assert not any("time_average" in advice for advice in result["checks"]["advice"])
+
+
+def test_arrivals_more_even_than_poisson_are_not_called_varying():
+    assert inference.constant_rate(np.arange(5_000.0)).p_value > 0.999
+    assert inference.constant_rate(np.arange(100.0)) is None
+
+
+@pytest.mark.parametrize(("treated", "p"), [(5, 0.5), (0, 0.3), (17, 0.3), (20, 0.9)])
+def test_sample_ratio(treated, p):
+    law = stats.binom(20, p)
+    tails = min(law.cdf(treated), law.sf(treated - 1))
+    assert inference.sample_ratio_p_value(treated, 20, p) == pytest.approx(min(1.0, 2.0 * tails))
+
+
+def test_share_of_largest():
+    exponential = -np.log1p(-(np.arange(100_000) + 0.5) / 100_000)
+    assert inference.share_of_largest(exponential) == pytest.approx(
+        0.001 * (1.0 + np.log(1000.0)), rel=0.01
+    )
+    assert inference.share_of_largest(np.ones(2_000)) == pytest.approx(0.001)
+    assert inference.share_of_largest(np.array([0.0, 3.0, 1.0])) == 0.75
+
+
+def test_heavy_tail(capsys, outside, simulated):
+    path = outside()
+    lines = path.read_text("utf-8").splitlines()
+    place = 1 + simulated.n_tasks // 2
+    arrival, _, treated = lines[place].split(",")
+    lines[place] = f"{arrival},{float(arrival) + 5_000.0},{treated}"
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+    result, _ = run_json(capsys, path, "--horizon", 50)
+    assert result["checks"]["tail"]["passed"] is False
+    assert any("heavy tail" in advice for advice in result["checks"]["advice"])
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "arguments are required"),
+        (["guess"], "invalid choice: 'guess'"),
+        (["estimate"], "arguments are required: LOG"),
+        (["estimate", "absent.csv"], "absent.csv: No such file"),
+        (["estimate", "."], "a name that ends in"),
+        (["estimate", ".", "--format", "csv"], "Is a directory"),
+        (["estimate", "LOG"], "--horizon is needed, as the log has no service times"),
+        (["estimate", "LOG", "--format", "xml"], "invalid choice: 'xml'"),
+        (["estimate", "LOG", "--format", "parquet"], "is not a whole Parquet file"),
+        (["estimate", "LOG", "--format", "haproxy"], "is neither fields such as"),
+        (["estimate", "LOG", "--horizon", "many"], "invalid int value: 'many'"),
+        (["estimate", "LOG", "--horizon", "0"], "horizon=0 is not allowed"),
+        (["estimate", "LOG", "--horizon", "20000"], "below the number of counted tasks, 20000"),
+        (["estimate", "LOG", "--horizon", "9", "--propensity", "1.5"], "propensity=1.5"),
+        (["estimate", "LOG", "--horizon", "9", "--propensity", "0"], "propensity=0.0"),
+        (["estimate", "LOG", "--horizon", "9", "--propensity", "nan"], "propensity=nan"),
+        (["estimate", "LOG", "--horizon", "9", "--propensity", "half"], "invalid float value"),
+        (["estimate", "LOG", "--horizon", "9", "--skip", "-1"], "skip=-1.0 is not allowed"),
+        (["estimate", "LOG", "--horizon", "9", "--skip", "1e9"], "less than the log's span"),
+        (["estimate", "LOG", "--horizon", "9", "--level", "95"], "level=95.0 is not allowed"),
+        (["estimate", "LOG", "--horizon", "9", "--queue", "all"], "invalid choice: 'all'"),
+        (["estimate", "LOG", "--horizon", "9", "--queue", "waiting"], "needs the start of service"),
+        (["estimate", "LOG", "--horizon", "9", "--normalise", "x"], "invalid choice: 'x'"),
+        (
+            ["estimate", "LOG", "--horizon", "9", "--normalise", "inverse_propensity"],
+            "needs --propensity",
+        ),
+    ],
+)
+def test_wrong_arguments(capsys, outside, arguments, said):
+    path = outside()
+    assert said in refused(capsys, *(path if a == "LOG" else a for a in arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("arrival,departure,treated\n", "has no rows"),
+        ("arrival,treated\n0,1\n", "column 'departure' is missing"),
+        ("arrival,departure,treated\n0,1,1\n1,x,0\n", "line 3, column 'departure': 'x'"),
+        ("arrival,departure,treated\n0,1,1\n1,0.5,0\n", "is before the arrival"),
+        ("arrival,departure,treated\n0,1,2\n1,2,0\n", "column 'treated'"),
+        ("arrival,departure,treated\n0,1,1\n0,2,0\n", "all arrivals are at the same time"),
+        ("arrival,departure,treated\n0,0,1\n1,1,0\n", "all response times are zero"),
+        ("arrival,departure,treated\n0,1,1\n1,2,1\n2,3,1\n", "none of the 3 counted tasks is"),
+    ],
+)
+def test_log_that_cannot_be_used(capsys, tmp_path, text, said):
+    path = tmp_path / "log.csv"
+    path.write_text(text, "utf-8")
+    assert said in refused(capsys, "estimate", path, "--horizon", 1, "--json")
+
+
+def test_truncated_gzip(capsys, tmp_path, outside):
+    whole = gzip.compress(outside().read_bytes())
+    path = tmp_path / "cut.csv.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "is cut short" in refused(capsys, "estimate", path, "--horizon", 50)
+
+
+def test_log_of_one_arm(capsys, tmp_path, scenario):
+    path = tmp_path / "log.parquet"
+    qdq.simulate(scenario, qdq.AllControl(), n_tasks=1_000, seed=1, warm_up=0.0).write(path)
+    assert "one arm only" in refused(capsys, "estimate", path)

@@ -1,0 +1,230 @@
+"""The counter-based generator, the elementary functions, and what is drawn with them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from qdq import kernels
+from qdq.simulate import seed_sequence, tie_uniforms
+
+KEY = np.array([11, 22], np.uint32)
+NO_TRACE = np.empty(0)
+FALSE_ALARM = 1e-5
+
+
+def words(purpose, first, n, part=0, key=KEY):
+    out = np.empty((4, n), np.uint64)
+    kernels.philox_block(key, purpose, part, first, *out)
+    return out
+
+
+# --- the generator ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    # The known-answer vectors that the generator's authors publish with Random123 (philox4x32-10).
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter, key, expected):
+    low, high, purpose, part = counter
+    # As a signed 64-bit number, less the offset that the kernel adds.
+    index = ((high << 32) | low) - kernels.COUNTER_OFFSET
+    index -= 2**64 if index >= 2**63 else 0
+    drawn = words(purpose, index, 1, part, np.array(key, np.uint32))
+    assert [int(word) for word in drawn[:, 0]] == list(expected)
+
+
+def test_block_size_does_not_matter():
+    whole = words(kernels.DRAW_TIMES, -3, 100)
+    parts = np.concatenate([words(kernels.DRAW_TIMES, -3 + k, 7) for k in range(0, 98, 7)], axis=1)
+    np.testing.assert_array_equal(parts[:, :98], whole[:, :98])
+
+
+def test_streams_are_independent_across_replications_purposes_and_tasks():
+    n = 100_000
+    streams = [
+        words(purpose, first, n, key=seed_sequence(seed).generate_state(2, np.uint32))[word]
+        for seed in [(5, 0), (5, 1), (6, 0)]
+        for purpose in (kernels.DRAW_TIMES, kernels.DRAW_ROUTE)
+        for first in (0, 10_000_000)
+        for word in (0, 3)
+    ]
+    u = np.array(streams) / 2.0**32
+    correlation = np.corrcoef(u)
+    pairs = correlation[np.triu_indices(len(streams), 1)]
+    limit = stats.norm.isf(FALSE_ALARM / pairs.size / 2) / math.sqrt(n)
+    assert np.abs(pairs).max() < limit
+    # Neighbouring tasks of one stream, too.
+    lagged = [np.corrcoef(row[:-1], row[1:])[0, 1] for row in u]
+    assert np.abs(lagged).max() < limit
+
+
+def test_seeds_above_32_bits_differ():
+    seeds = [1, 2**32 + 1, 2**33 + 1, 2**64 + 1, (1, 1), (1, 1, 0)]
+    keys = {tuple(seed_sequence(seed).generate_state(2, np.uint32)) for seed in seeds}
+    assert len(keys) == len(seeds)
+
+
+def test_replication_seeds_are_the_spawned_ones():
+    child = np.random.SeedSequence(7).spawn(4)[3]
+    np.testing.assert_array_equal(child.generate_state(2), seed_sequence((7, 3)).generate_state(2))
+    np.testing.assert_array_equal(
+        seed_sequence(7).generate_state(2), seed_sequence((7, 0)).generate_state(2)
+    )
+
+
+@pytest.mark.parametrize("seed", ["a", 1.5, -1, (), (1, -2), None, True])
+def test_bad_seeds_are_refused(seed):
+    with pytest.raises((TypeError, ValueError), match="seed"):
+        seed_sequence(seed)
+
+
+# --- elementary functions --------------------------------------------------------------------------
+
+
+def ulps(value, exact):
+    return abs(value - exact) / np.spacing(abs(exact))
+
+
+def test_log_is_within_two_units_in_the_last_place():
+    rng = np.random.default_rng(1)
+    points = np.concatenate(
+        [rng.random(20_000), 2.0 ** rng.uniform(-60, 60, 20_000), 1 + rng.uniform(-1e-8, 1e-8, 1000)]
+    )
+    worst = max(ulps(kernels.log(x), math.log(x)) for x in points if x != 1.0)
+    assert worst <= 2.0  # math.log itself is within one
+    assert kernels.log(1.0) == 0.0
+
+
+def test_exp_is_within_three_units_in_the_last_place():
+    points = np.random.default_rng(2).uniform(-40.0, 40.0, 40_000)
+    assert max(ulps(kernels.exp(x), math.exp(x)) for x in points) <= 3.0
+    assert kernels.exp(0.0) == 1.0
+
+
+def test_sin_is_exact_to_rounding():
+    points = np.random.default_rng(3).uniform(-3.0, 3.0, 40_000)
+    errors = [
+        abs(kernels.sin_turns(x) - math.sin(2 * math.pi * (x - round(x)))) for x in points
+    ]
+    assert max(errors) < 5e-16
+    assert abs(kernels.sin_turns(0.25) - 1.0) <= 2.0**-52
+    assert kernels.sin_turns(0.5) == 0.0
+
+
+def test_uniform_covers_the_open_unit_interval():
+    low, high = np.uint64(0), np.uint64(2**32 - 1)
+    assert kernels.uniform(low, low) == 2.0**-53
+    assert kernels.uniform(high, high) == 1.0 - 2.0**-53
+
+
+# --- laws ------------------------------------------------------------------------------------------
+
+
+def requirements(kind, a, b, n, trace=NO_TRACE, first=0):
+    drawn = words(kernels.DRAW_TIMES, first, n)
+    out = np.empty(n)
+    kernels.draw_requirements(kind, a, b, KEY, first, drawn[2], drawn[3], trace, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "law"),
+    [
+        (kernels.EXPONENTIAL, (0.0, 0.0), stats.expon()),
+        (kernels.PARETO, (0.6, -0.4), stats.pareto(2.5, scale=0.6)),
+        (kernels.LOGNORMAL, (-0.5, 1.0), stats.lognorm(1.0, scale=math.exp(-0.5))),
+    ],
+)
+def test_requirements_follow_their_law(kind, parameters, law):
+    drawn = requirements(kind, *parameters, 400_000)
+    assert stats.kstest(drawn, law.cdf).pvalue > FALSE_ALARM
+
+
+@pytest.mark.long
+def test_exponentials_at_ten_million_draws_and_in_the_far_tail():
+    n = 10_000_000
+    drawn = requirements(kernels.EXPONENTIAL, 0.0, 0.0, n)
+    assert stats.kstest(drawn, "expon").pvalue > FALSE_ALARM
+    for level in (8.0, 11.0, 13.0):
+        expected = n * math.exp(-level)
+        count = int(np.sum(drawn > level))
+        assert stats.poisson.cdf(count, expected) > FALSE_ALARM
+        assert stats.poisson.sf(count - 1, expected) > FALSE_ALARM
+
+
+def test_service_trace_is_read_in_order_and_resampled_in_the_warm_up():
+    trace = np.arange(1.0, 51.0)
+    np.testing.assert_array_equal(requirements(kernels.SERVICE_TRACE, 0.0, 0.0, 50, trace), trace)
+    warm = requirements(kernels.SERVICE_TRACE, 0.0, 0.0, 5000, trace, first=-5000)
+    assert stats.chisquare(np.bincount(warm.astype(int), minlength=51)[1:]).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("amplitude", [0.0, 0.3, 1.0])
+def test_periodic_time_inverts_the_expected_count(amplitude):
+    rate, period = 14.0, 100.0
+    counts = np.random.default_rng(4).uniform(-5000.0, 5000.0, 2000)
+    times = np.array([kernels.periodic_time(c, rate, amplitude, period) for c in counts])
+    phase = 2 * np.pi * times / period
+    back = rate * (times + amplitude * period / (2 * np.pi) * (1 - np.cos(phase)))
+    np.testing.assert_allclose(back, counts, atol=1e-9)
+
+
+# --- candidates ------------------------------------------------------------------------------------
+
+
+def candidates(depth, n, n_servers=20, first=0):
+    drawn = words(kernels.DRAW_ROUTE, first, n)
+    treated = np.zeros(n, np.int64)
+    members = np.tile(np.arange(n_servers), (2, 1))
+    out = np.empty((depth, n), np.int64)
+    sizes = np.array([n_servers, n_servers])
+    kernels.draw_candidates(KEY, first, drawn[1], drawn[2], drawn[3], treated, sizes, members, out)
+    return out
+
+
+def test_candidates_are_distinct_and_a_deeper_list_begins_with_the_shorter():
+    deep = candidates(20, 3000)
+    np.testing.assert_array_equal(np.sort(deep, axis=0), np.tile(np.arange(20)[:, None], 3000))
+    for depth in (1, 2, 3, 7, 12, 13):  # both ways of shuffling
+        np.testing.assert_array_equal(candidates(depth, 3000), deep[:depth])
+
+
+def test_every_order_of_three_candidates_is_equally_likely():
+    n = 200_000
+    a, b, c = candidates(3, n, n_servers=6)
+    counts = np.bincount(a * 36 + b * 6 + c, minlength=216)
+    distinct = [x * 36 + y * 6 + z for x in range(6) for y in range(6) for z in range(6) if len({x, y, z}) == 3]
+    assert counts[distinct].sum() == n
+    assert stats.chisquare(counts[distinct]).pvalue > FALSE_ALARM
+
+
+def test_candidates_are_independent_of_treatment_and_of_the_next_task():
+    n = 200_000
+    first, second = candidates(2, n, n_servers=5)
+    treated = (words(kernels.DRAW_ROUTE, 0, n)[0] < 2**31).astype(int)
+    table = np.zeros((2, 25))
+    np.add.at(table, (treated, first * 5 + second), 1)
+    table = table[:, table.sum(axis=0) > 0]
+    assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
+    joint = np.bincount(first[:-1] * 5 + second[1:], minlength=25).reshape(5, 5)
+    assert stats.chi2_contingency(joint).pvalue > FALSE_ALARM
+
+
+def test_tie_uniforms_are_uniform():
+    u = tie_uniforms(3, 100_000)
+    assert stats.kstest(u, "uniform").pvalue > FALSE_ALARM
+    np.testing.assert_array_equal(u[:10], tie_uniforms((3, 0), 10))
