@@ -4,7 +4,7 @@ A tour in ten lines::
 
     import qdq
 
-    scenario = qdq.Scenario(arrivals=qdq.Poisson(0.8), control=qdq.PowerOfD(2), treatment=qdq.PowerOfD(3))
+    scenario = qdq.Scenario(control=qdq.PowerOfD(2), treatment=qdq.PowerOfD(3))
     log = qdq.simulate(scenario, qdq.Bernoulli(0.5), n_tasks=1_000_000, seed=1)
     print(qdq.estimate(log))                     # naive, DQ and mixed DQ, with intervals
     print(qdq.true_effect(scenario))             # what they should have found
@@ -49,45 +49,46 @@ from qdq.scenario import (
     ServiceTrace,
 )
 from qdq.simulate import replay, simulate
+from qdq.study import Study, run_study
 from qdq.tasklog import TaskLog
 
 __version__ = "0.1.0"
 
-__all__ = sorted(
-    [
-        "AllControl",
-        "AllTreatment",
-        "ArrivalTrace",
-        "Bernoulli",
-        "Deterministic",
-        "Estimate",
-        "Exponential",
-        "JoinIdleQueue",
-        "JoinShortestQueue",
-        "LeastWorkLeft",
-        "LogNormal",
-        "Pareto",
-        "Periodic",
-        "Poisson",
-        "PowerOfD",
-        "RoundRobin",
-        "Scenario",
-        "ServerSplit",
-        "ServiceTrace",
-        "ShortestExpectedDelay",
-        "Switchback",
-        "TaskLog",
-        "TrueEffect",
-        "UserPolicy",
-        "dq_mixed",
-        "dq_queue",
-        "dq_response",
-        "estimate",
-        "naive",
-        "replay",
-        "server_split",
-        "simulate",
-        "switchback",
-        "true_effect",
-    ]
-)
+__all__ = [
+    "AllControl",
+    "AllTreatment",
+    "ArrivalTrace",
+    "Bernoulli",
+    "Deterministic",
+    "Estimate",
+    "Exponential",
+    "JoinIdleQueue",
+    "JoinShortestQueue",
+    "LeastWorkLeft",
+    "LogNormal",
+    "Pareto",
+    "Periodic",
+    "Poisson",
+    "PowerOfD",
+    "RoundRobin",
+    "Scenario",
+    "ServerSplit",
+    "ServiceTrace",
+    "ShortestExpectedDelay",
+    "Study",
+    "Switchback",
+    "TaskLog",
+    "TrueEffect",
+    "UserPolicy",
+    "dq_mixed",
+    "dq_queue",
+    "dq_response",
+    "estimate",
+    "naive",
+    "replay",
+    "run_study",
+    "server_split",
+    "simulate",
+    "switchback",
+    "true_effect",
+]

@@ -393,11 +393,11 @@ def _check_lines(log: TaskLog, known: dict[str, Any], checks: dict[str, Any]) ->
             f"much as at a constant rate; {_p(rate['p_value'])}"
         )
     rows.append(("constant rate", rate["passed"], said))
+    differ, edge = (100 * little[name] for name in ("relative_difference", "edge"))
     said = (
         f"{little['number_in_system']:.4g} tasks in system; arrival rate x mean response is "
-        f"{little['rate_times_response']:.4g}. They differ by "
-        f"{100 * little['relative_difference']:+.3f} %: {100 * little['edge']:+.3f} % from the log's "
-        "ends, "
+        f"{little['rate_times_response']:.4g}. They differ by {differ:+.3f} %: {edge:+.3f} % from "
+        "the log's ends, "
     )
     if little["unlogged"] is None:
         said += "and none other can show, as the tasks in system are counted from the log itself"

@@ -82,11 +82,17 @@ class ServerSplit(Design):
 
     def __post_init__(self) -> None:
         share = validation.number(
-            "share", self.share, "a share of the servers strictly between 0 and 1", above=0.0, below=1.0
+            "share",
+            self.share,
+            "a share of the servers strictly between 0 and 1",
+            above=0.0,
+            below=1.0,
         )
         object.__setattr__(self, "share", share)
 
-    def treated_servers(self, scenario: Scenario, stream: np.random.SeedSequence) -> NDArray[np.bool_]:
+    def treated_servers(
+        self, scenario: Scenario, stream: np.random.SeedSequence
+    ) -> NDArray[np.bool_]:
         """Draw which servers treatment gets.
 
         The servers are put in order of their rates, those of equal rate at random, and treatment takes every

@@ -1,26 +1,28 @@
 """The truth to compare with: small systems by linear algebra, closed forms, and `true_effect`.
 
-A few servers with exponential service form a Markov chain that can be solved outright. Let x be the
-numbers of tasks at the servers just before an arrival, lam the total arrival rate and mu_s the rate of
-server s. For arm z,
+A few servers with exponential service form a Markov chain that can be solved outright. Let x be
+the numbers of tasks at the servers just before an arrival, lam the total arrival rate and mu_s the
+rate of server s. For arm z,
 
-- f_z(x) is the expected response time of the arriving task: the mean of (x_s + 1) / mu_s over the server
-  s that it may join;
+- f_z(x) is the expected response time of the arriving task: the mean of (x_s + 1) / mu_s over the
+  server s that it may join;
 - J_z is the routing kernel, from x to x with one more task at that server;
-- R = lam (lam I - D)^(-1), with D the generator of departures alone, runs the servers until the next arrival.
+- R = lam (lam I - D)^(-1), with D the generator of departures alone, runs the servers until the
+  next arrival.
 
-Then P_z = J_z R leads from one arrival to the next, a share p of treated tasks gives P = p P_1 + (1 - p) P_0
-with stationary law pi and cost f = p f_1 + (1 - p) f_0, and
+Then P_z = J_z R leads from one arrival to the next, a share p of treated tasks gives P = p P_1 +
+(1 - p) P_0 with stationary law pi and cost f = p f_1 + (1 - p) f_0, and
 
 - the mean response is V(p) = pi f, and the global treatment effect is V(1) - V(0);
 - the naive difference tends to the direct effect, pi (f_1 - f_0);
 - wDQ of horizon L tends to pi (f_1 - f_0) + pi (P_1 - P_0) sum_{m=0}^{L-2} P^m f;
-- qDQ of horizon L tends to pi (P_1 - P_0) sum_{m=0}^{L-1} P^m q / lam, with q(x) the tasks in system;
+- qDQ of horizon L tends to pi (P_1 - P_0) sum_{m=0}^{L-1} P^m q / lam, with q(x) the tasks in
+  system;
 - both tend to the slope V'(p) as L grows, the second by Little's law.
 
-The law pi is also that of the continuous-time chain with generator G = lam (J - I) + D, since Poisson
-arrivals see time averages; G is sparse, and R is never formed: departures lower the total number of tasks, so
-in order of the total D is triangular.
+The law pi is also that of the continuous-time chain with generator G = lam (J - I) + D, since
+Poisson arrivals see time averages; G is sparse, and R is never formed: departures lower the total
+number of tasks, so in order of the total D is triangular.
 """
 
 from __future__ import annotations
@@ -54,14 +56,15 @@ from qdq.policies import (
 from qdq.scenario import Exponential, Periodic, Poisson, Scenario, Service, ServiceTrace
 from qdq.simulate import simulate
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Small chains
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 # Most states that a chain may have: solving takes seconds then, and some hundred megabytes.
 _MAX_STATES = 200_000
-_FIRST_STATES = 2_000
 _MAX_SERVERS = 8
+# Most states of the chain that the search for a truncation begins with.
+_FIRST_STATES = 2_000
 
 # ShortestExpectedDelay is a PowerOfD too.
 _CHAIN_POLICIES = (PowerOfD, JoinShortestQueue, JoinIdleQueue)
@@ -70,14 +73,15 @@ _QUEUE_COSTS: dict[str, Callable[[NDArray[np.int64]], NDArray[np.float64]]] = {
     "in_system": lambda lengths: lengths.sum(axis=1).astype(np.float64),
     "including_self": lambda lengths: lengths.sum(axis=1) + 1.0,
     "waiting": lambda lengths: np.maximum(lengths - 1, 0).sum(axis=1).astype(np.float64),
-    # E[integral of Q up to the next arrival] = (R q)(x) / lam from just after an arrival at which x was
-    # found and routed, so each term of this reading has the expectation of the term of `in_system`.
+    # E[integral of Q up to the next arrival] = (R q)(x) / lam from just after an arrival at which
+    # x was found and routed, so each term of this reading has the expectation of the term of
+    # `in_system`.
     "time_average": lambda lengths: lengths.sum(axis=1).astype(np.float64),
 }
 
 
 class _TooManyStates(ValueError):
-    """A chain that would not fit in memory."""
+    """A chain that would take too long to solve."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +111,11 @@ class SmallChain:
     n_states : int
         Number of states, states that differ by an exchange of servers of equal rate counted once.
     truncation_error : float
-        Size, in time units, of the error that the truncation makes in a mean response: the probability that
-        a server is full, times (truncation + 1) / (rate * (1 - load)), summed over servers of different
-        rates; the largest over the treated shares 0, `propensity` and 1. For random routing this is the
-        error itself up to a factor near 1; in the slope it can be larger by a factor of about 1 / (1 - load).
+        Size, in time units, of the error that the truncation makes in a mean response: the
+        probability that a server is full, times (truncation + 1) / (rate * (1 - load)), summed
+        over servers of different rates; the largest over the treated shares 0, `propensity` and 1.
+        For random routing this is the error itself up to a factor near 1; in the slope it can be
+        larger by a factor of about 1 / (1 - load).
     """
 
     scenario: Scenario
@@ -127,7 +132,7 @@ class SmallChain:
     @property
     def n_states(self) -> int:
         """Number of states."""
-        return self._lengths.shape[0]
+        return int(self._lengths.shape[0])
 
     @property
     def truncation_error(self) -> float:
@@ -167,8 +172,9 @@ class SmallChain:
         propensity : float, optional
             Treated share p, in [0, 1]; by default the chain's.
         """
-        # With h the solution of Poisson's equation (I - P) h = f - V, V' = pi (f_1 - f_0) + pi (P_1 - P_0) h.
-        # Since P_z = J_z R, that needs g = R h only, which solves G g = -lam (f - V).
+        # With h the solution of Poisson's equation (I - P) h = f - V, V' = pi (f_1 - f_0) + pi
+        # (P_1 - P_0) h. Since P_z = J_z R, that needs g = R h only, which solves G g = -lam (f -
+        # V).
         p = self._checked_share(propensity)
         now = self._equilibrium(p)
         (j0, f0), (j1, f1) = self._control, self._treatment
@@ -230,7 +236,7 @@ class SmallChain:
         *,
         queue: str = "in_system",
     ) -> float | NDArray[np.float64]:
-        """Return the expectation of qDQ, the difference between the arms of sums of q over L arrivals.
+        """Return the expectation of qDQ, the difference between the arms of sums of q over L tasks.
 
         Parameters
         ----------
@@ -244,8 +250,8 @@ class SmallChain:
         Returns
         -------
         float, or ndarray of float with one entry a horizon
-            Exact under inverse propensity with the true arrival rate, the limit in the number of tasks
-            under group means or with the estimated rate.
+            Exact under inverse propensity with the true arrival rate, the limit in the number of
+            tasks under group means or with the estimated rate.
         """
         horizons = _checked_horizons(horizon)
         p = self._checked_share(propensity)
@@ -276,8 +282,8 @@ class SmallChain:
 
     @cached_property
     def _drain(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-        # Application of R to a row vector. Departures lower the total, by which the states are ordered, so
-        # the matrix is triangular and is factored as it stands.
+        # Application of R to a row vector. Departures lower the total, by which the states are
+        # ordered, so the matrix is triangular and is factored as it stands.
         rate = self.scenario.total_arrival_rate
         drain = sparse.eye_array(self.n_states) - self._departures / rate
         return _factored(drain.T, "NATURAL").solve  # type: ignore[no-any-return]
@@ -317,14 +323,16 @@ class SmallChain:
         return (arrivals + self._departures).tocsr()
 
     def _solver(self, p: float) -> Callable[[NDArray[np.float64], bool], NDArray[np.float64]]:
-        # Solve A x = b, or A' x = b, for A = -G without the empty system's row and column, which makes it
-        # regular: the law and the solution of Poisson's equation are fixed there and scaled afterwards.
+        # Solve A x = b, or A' x = b, for A = -G without the empty system's row and column, which
+        # makes it regular: the law and the solution of Poisson's equation are fixed there and
+        # scaled afterwards.
         matrix = -self._generator(p)[1:, 1:]
         if self._rates.size <= 2:
             # The states lie in a plane, and an elimination fills in little.
             factors = _factored(matrix, "MMD_AT_PLUS_A")
             return lambda b, transposed: factors.solve(b, "T" if transposed else "N")
-        # Else GMRES, preconditioned by a symmetric Gauss-Seidel sweep: first down in the total, then up.
+        # Else GMRES, preconditioned by a symmetric Gauss-Seidel sweep: first down in the total,
+        # then up.
         diagonal = matrix.diagonal()
         lower = _factored(sparse.tril(matrix), "NATURAL")
         upper = _factored(sparse.triu(matrix), "NATURAL")
@@ -340,7 +348,9 @@ class SmallChain:
                 matrix.T if transposed else matrix, b, rtol=1e-13, restart=80, maxiter=60, M=sweep
             )
             if failed:
-                raise RuntimeError(f"the chain of {self.scenario!r} was not solved in {failed} steps")
+                raise RuntimeError(
+                    f"the chain of {self.scenario!r} was not solved in {failed} steps"
+                )
             return x  # type: ignore[no-any-return]
 
         return solve
@@ -364,13 +374,13 @@ def small_chain(
     Parameters
     ----------
     scenario : Scenario
-        A system with Poisson arrivals, exponential service and no delays, whose policies are among PowerOfD,
-        JoinShortestQueue, JoinIdleQueue and ShortestExpectedDelay. Rates may differ.
+        A system with Poisson arrivals, exponential service and no delays, whose policies are among
+        PowerOfD, JoinShortestQueue, JoinIdleQueue and ShortestExpectedDelay. Rates may differ.
     propensity : float, default 0.5
         Treated share p, in [0, 1].
     truncation : int, optional
-        Most tasks at a server, >= 1. By default it grows, for servers of different rates apart, until
-        `truncation_error` is below `tolerance`.
+        Most tasks at a server, >= 1. By default it grows, for servers of different rates apart,
+        until `truncation_error` is below `tolerance`.
     tolerance : float, default 1e-9
         Largest `truncation_error`, in time units, > 0. Used without `truncation` only.
 
@@ -396,9 +406,9 @@ def small_chain(
     reason = _not_a_chain(scenario)
     if reason:
         raise ValueError(
-            f"scenario has {reason}: a small chain needs at most {_MAX_SERVERS} servers, Poisson arrivals, exponential service, no delays, "
-            "a load below 1 and policies among PowerOfD, JoinShortestQueue, JoinIdleQueue and "
-            "ShortestExpectedDelay"
+            f"scenario has {reason}: a small chain needs at most {_MAX_SERVERS} servers, Poisson "
+            "arrivals, exponential service, no delays, a load below 1 and policies among PowerOfD, "
+            "JoinShortestQueue, JoinIdleQueue and ShortestExpectedDelay"
         )
     share = "a treated share in [0, 1]"
     propensity = validation.number("propensity", propensity, share, at_least=0.0, at_most=1.0)
@@ -407,8 +417,8 @@ def small_chain(
     if truncation is not None:
         longest = validation.integer("truncation", truncation, "an integer >= 1", at_least=1)
         return _build_chain(scenario, propensity, np.full(n_classes, longest))
-    # Begin with a chain that costs next to nothing. The tail of a queue is close to geometric, and its ratio
-    # (at most the load) tells how far to go from there.
+    # Begin with a chain that costs next to nothing. The tail of a queue is close to geometric, and
+    # its ratio (at most the load) tells how far to go from there.
     size = np.full(n_classes, 2)
     while _count_states(scenario, size + 1) <= _FIRST_STATES:
         size += 1
@@ -420,8 +430,8 @@ def small_chain(
             return chain
         short = errors > target
         ratio = np.max([now.boundary_ratio for now in chain._solved.values()], axis=0)
-        decay = -np.log(np.minimum(ratio, scenario.load))
-        size[short] += 1 + (np.log(errors / target) / decay)[short].astype(np.int64)
+        steps = np.log(errors[short] / target) / -np.log(np.minimum(ratio, scenario.load)[short])
+        size[short] += 1 + steps.astype(np.int64)
 
 
 def _count_states(scenario: Scenario, size: NDArray[np.int64]) -> int:
@@ -451,15 +461,15 @@ def _not_a_chain(scenario: Scenario) -> str | None:
 
 
 def _build_chain(scenario: Scenario, propensity: float, size: NDArray[np.int64]) -> SmallChain:
-    # The policies treat servers alike, so servers can be put in order of their rates, and states that
-    # differ by an exchange of servers of equal rate are one state.
+    # The policies treat servers alike, so servers can be put in order of their rates, and states
+    # that differ by an exchange of servers of equal rate are one state.
     rates, starts, class_of, counts = _by_rate(scenario.rates)
     n_states = _count_states(scenario, size)
     if n_states > _MAX_STATES:
         raise _TooManyStates(
-            f"scenario has n_servers={scenario.n_servers} at load {scenario.load:.4g}: queues of up to "
-            f"{int(size.max())} tasks make {n_states} states, more than {_MAX_STATES}; use fewer servers, a "
-            "lower load, a smaller truncation or a larger tolerance"
+            f"scenario has n_servers={scenario.n_servers} at load {scenario.load:.4g}: queues of "
+            f"up to {int(size.max())} tasks make {n_states} states, more than {_MAX_STATES}; use "
+            "fewer servers, a lower load, a smaller truncation or a larger tolerance"
         )
     classes = tuple(slice(int(s), int(s + m)) for s, m in zip(starts, counts, strict=True))
     parts = [
@@ -478,8 +488,8 @@ def _build_chain(scenario: Scenario, propensity: float, size: NDArray[np.int64])
         return by_key[np.searchsorted(keys, states @ radix, sorter=by_key)]
 
     def kernel(weights: NDArray[np.float64], change: int) -> sparse.csr_array:
-        # From each state, with weights[:, s], to the one with `change` more tasks at server s; a task that
-        # would make a queue too long is lost.
+        # From each state, with weights[:, s], to the one with `change` more tasks at server s; a
+        # task that would make a queue too long is lost.
         origins, targets, values = [], [], []
         for s in range(rates.size):
             from_ = np.flatnonzero(weights[:, s] > 0.0)
@@ -512,7 +522,8 @@ def _build_chain(scenario: Scenario, propensity: float, size: NDArray[np.int64])
 
 
 def _by_rate(rates: NDArray[np.float64]) -> tuple[NDArray[Any], ...]:
-    # Rates in ascending order; first server, and number of servers, of each distinct rate; class of each.
+    # Rates in ascending order; first server, and number of servers, of each distinct rate; class
+    # of each.
     ordered = np.sort(rates)
     _, starts, class_of, counts = np.unique(
         ordered, return_index=True, return_inverse=True, return_counts=True
@@ -523,7 +534,8 @@ def _by_rate(rates: NDArray[np.float64]) -> tuple[NDArray[Any], ...]:
 def _choice_probabilities(
     policy: Policy, lengths: NDArray[np.int64], rates: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    # Probability of each server in each state, shape (n_states, n_servers); ties are broken uniformly.
+    # Probability of each server in each state, shape (n_states, n_servers); ties are broken
+    # uniformly.
     n_servers = rates.size
     if isinstance(policy, JoinIdleQueue):
         idle = lengths == 0
@@ -551,9 +563,9 @@ def _shaped_like(horizon: Any, values: NDArray[np.float64]) -> float | NDArray[n
     return float(values[0]) if np.ndim(horizon) == 0 else values
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Closed forms
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def mm1_response(load: float) -> float:
@@ -588,27 +600,30 @@ def pollaczek_khinchine(arrival_rate: float, service: Service, rate: float = 1.0
     Raises
     ------
     ValueError
-        If rho >= 1, or the requirements have an infinite variance: the mean response is infinite then.
+        If rho >= 1, or the requirements have an infinite variance: the mean response is infinite
+        then.
     """
     arrival_rate = validation.number("arrival_rate", arrival_rate, "a rate > 0", above=0.0)
     rate = validation.number("rate", rate, "a service rate > 0", above=0.0)
     if not math.isfinite(service.scv):
         raise ValueError(
-            f"service={service!r} has an infinite variance, so the mean response of an M/G/1 queue is "
-            "infinite: service must have a finite variance (for Pareto, shape > 2)"
+            f"service={service!r} has an infinite variance, so the mean response of an M/G/1 "
+            "queue is infinite: service must have a finite variance (for Pareto, shape > 2)"
         )
     mean = service.mean / rate
     rho = arrival_rate * mean
     if rho >= 1.0:
-        raise ValueError(f"arrival_rate={arrival_rate!r} is a load of {rho:.4g}: it must be below 1")
+        raise ValueError(
+            f"arrival_rate={arrival_rate!r} is a load of {rho:.4g}: it must be below 1"
+        )
     return mean * (1.0 + rho * (1.0 + service.scv) / (2.0 * (1.0 - rho)))
 
 
 def random_routing_response(scenario: Scenario) -> float:
     """Return the mean response time of a system under uniform random routing (d = 1).
 
-    Each server is then an M/G/1 queue with the same arrival rate, whatever it is that the dispatcher sees;
-    a dispatch delay adds itself. The policies of the scenario are not looked at.
+    Each server is then an M/G/1 queue with the same arrival rate, whatever it is that the
+    dispatcher sees; a dispatch delay adds itself. The policies of the scenario are not looked at.
 
     Parameters
     ----------
@@ -623,16 +638,18 @@ def random_routing_response(scenario: Scenario) -> float:
     if not isinstance(scenario.arrivals, Poisson):
         raise validation.refuse("arrivals", scenario.arrivals, "Poisson for a closed form")
     per_server = [
-        pollaczek_khinchine(scenario.arrivals.rate, scenario.service, rate) for rate in scenario.rates
+        pollaczek_khinchine(scenario.arrivals.rate, scenario.service, rate)
+        for rate in scenario.rates
     ]
     return float(np.mean(per_server)) + scenario.dispatch_delay
 
 
 def mean_field_response(load: float, d: int) -> float:
-    """Return the mean response time of power-of-d in the limit of many servers, in mean service times.
+    """Return the mean response time of power-of-d in the limit of many servers.
 
-    Poisson arrivals, exponential service, equal rates. In the limit, the share of servers with at least k
-    tasks is load ** ((d^k - 1) / (d - 1)). N servers differ by O(1/N), see `refined_mean_field_response`.
+    In mean service times; Poisson arrivals, exponential service, equal rates. In the limit, the
+    share of servers with at least k tasks is load ** ((d^k - 1) / (d - 1)). N servers differ by O(1/N), see
+    `refined_mean_field_response`.
 
     Parameters
     ----------
@@ -643,8 +660,8 @@ def mean_field_response(load: float, d: int) -> float:
 
     References
     ----------
-    M. Mitzenmacher, The power of two choices in randomized load balancing, IEEE Trans. Parallel Distrib.
-    Syst. 12 (2001).
+    M. Mitzenmacher, The power of two choices in randomized load balancing, IEEE Trans. Parallel
+    Distrib. Syst. 12 (2001).
     """
     load, d = _checked_load(load), _checked_d(d)
     if d == 1 or load == 0.0:
@@ -653,7 +670,9 @@ def mean_field_response(load: float, d: int) -> float:
 
 
 def refined_mean_field_response(n_servers: int, load: float, d: int) -> float:
-    """Return the mean response time of power-of-d among N servers, up to O(1/N^2), in mean service times.
+    """Return the mean response time of power-of-d among N servers, up to O(1/N^2).
+
+    In mean service times; Poisson arrivals, exponential service, equal rates.
 
     Parameters
     ----------
@@ -667,23 +686,24 @@ def refined_mean_field_response(n_servers: int, load: float, d: int) -> float:
     Notes
     -----
     Let X_k be the share of servers with at least k tasks. Arrivals raise X_k by 1/N at rate
-    N load (g(X_{k-1}) - g(X_k)), with g(x) = C(N x, d) / C(N, d) the probability that d distinct servers
-    are all among N x; departures lower it at rate N (X_k - X_{k+1}). Since
+    N load (g(X_{k-1}) - g(X_k)), with g(x) = C(N x, d) / C(N, d) the probability that d distinct
+    servers are all among N x; departures lower it at rate N (X_k - X_{k+1}). Since
 
         g(x) = x^d - (d (d - 1) / 2) x^(d-1) (1 - x) / N + O(1/N^2),
 
-    the drift has a 1/N term of its own, C, beside that of sampling with replacement. Then
-    E[X] = x* + v / N + O(1/N^2) at the fixed point x*, where A v + (B : W) / 2 + C = 0 with A the Jacobian of
-    the limiting drift, B its second derivative, and W the covariance A W + W A' + Q = 0, Q being the
-    intensity of the jumps. By Little's law the response is sum_k E[X_k] / load.
+    the drift has a 1/N term of its own, C, which sampling with replacement would not have. Then
+    E[X] = x* + v / N + O(1/N^2) at the fixed point x*, where A v + (B : W) / 2 + C = 0 with A the
+    Jacobian of the limiting drift, B its second derivative, and W the covariance,
+    A W + W A' + Q = 0, Q being the intensity of the jumps. By Little's law the response is
+    sum_k E[X_k] / load.
 
-    For d = 1 this is exact (v = 0). Compared with exact values and simulations, the remaining error times
-    N^2 is of the order of 1 / (1 - load)^2.
+    For d = 1 this is exact (v = 0). For d = 2 and 3 it is too small, by about 0.06 and 0.1 over
+    N^2 (1 - load)^2 (from exact values at loads 0.5 to 0.8 and N = d to 6).
 
     References
     ----------
-    N. Gast and B. Van Houdt, A refined mean field approximation, Proc. ACM Meas. Anal. Comput. Syst. 1(2)
-    (2017).
+    N. Gast and B. Van Houdt, A refined mean field approximation, Proc. ACM Meas. Anal. Comput.
+    Syst. 1(2) (2017).
     """
     load, d = _checked_load(load), _checked_d(d)
     n = validation.integer("n_servers", n_servers, f"an integer >= d={d}", at_least=d)
@@ -693,7 +713,9 @@ def refined_mean_field_response(n_servers: int, load: float, d: int) -> float:
     before, after = np.append(1.0, x[:-1]), np.append(x[1:], 0.0)
     size = x.size
 
-    def gained(share: NDArray[np.float64], share_before: NDArray[np.float64]) -> NDArray[np.float64]:
+    def gained(
+        share: NDArray[np.float64], share_before: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         return load * (share_before - share)
 
     # Derivatives of x^d; X_0 = 1 is no variable, so the first row has no entry to its left.
@@ -726,11 +748,11 @@ def _checked_d(d: int) -> int:
     return validation.integer("d", d, "an integer >= 1", at_least=1)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The true effect of any scenario
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
-_FEWEST_REPLICATIONS = 16
+_FEWEST_REPLICATIONS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -740,7 +762,8 @@ class TrueEffect:
     Attributes
     ----------
     value : float
-        Long-run mean response time when all tasks are treated, minus that when none is, in time units.
+        Long-run mean response time when all tasks are treated, minus that when none is, in time
+        units.
     standard_error : float
         Standard error of `value`; 0 if exact.
     method : {'exact', 'partly exact', 'simulation'}
@@ -748,10 +771,11 @@ class TrueEffect:
     mean_response_control, mean_response_treatment : float
         The two mean response times.
     standard_error_control, standard_error_treatment : float
-        Their standard errors, each by itself: the simulated arms share their random numbers, so that the
-        error of the difference is smaller than these suggest.
+        Their standard errors, each by itself: the simulated arms share their random numbers, so
+        that the error of the difference is smaller than these suggest.
     n_replications, n_tasks : int
-        Number of independent replications, and of tasks counted in them, in all simulated arms together.
+        Number of independent replications, and of tasks counted in them, in all simulated arms
+        together.
     scenario : Scenario
         The system.
     """
@@ -778,19 +802,21 @@ def true_effect(
 ) -> TrueEffect:
     """Return the global treatment effect, exactly where that is possible, else by simulation.
 
-    Exact are uniform random routing with Poisson arrivals (Pollaczek and Khinchine), and small systems
-    that `small_chain` solves. All else is simulated, with common random numbers in both arms, in
-    independent replications until standard_error <= max(relative_error * abs(value), absolute_error).
+    Exact are uniform random routing with Poisson arrivals (Pollaczek and Khinchine), and small
+    systems that `small_chain` solves. All else is simulated, with common random numbers in both
+    arms, in independent replications until standard_error <= max(relative_error * abs(value),
+    absolute_error).
 
     Parameters
     ----------
     scenario : Scenario
-        The system. With an `ArrivalTrace` or a `ServiceTrace`, the effect is that on one pass of the trace.
+        The system. With an `ArrivalTrace` or a `ServiceTrace`, the effect is that on one pass of
+        the trace.
     relative_error : float, default 0.01
         Largest standard error relative to the effect, >= 0.
     absolute_error : float, optional
-        Largest standard error that is always good enough, in time units, >= 0; by default 0.1 % of the
-        control's mean response.
+        Largest standard error that is always good enough, in time units, >= 0; by default 0.1 % of
+        the control's mean response.
     seed : int, default 2
         Replication j has the seed ``(seed, 1, j)``.
     n_jobs : int, default 1
@@ -805,14 +831,16 @@ def true_effect(
     Raises
     ------
     ValueError
-        If the scenario is unstable, or a mean response is known to be infinite: random routing with an
-        infinite variance of service.
+        If the scenario is unstable, or a mean response is known to be infinite: an infinite
+        variance of service, and a policy that does not compare servers or servers that cannot
+        carry the load without the fastest.
 
     Notes
     -----
-    With heavy tails (an infinite variance of service) replication means have no finite variance, and the
-    standard errors of the two mean responses understate. That of the effect is less touched: both arms
-    serve the same requirements, which cancel when rates are equal.
+    Means are taken by regression over replications on two control variates: the mean requirement,
+    less its known mean, and the number of arrivals, less its known mean. With an infinite variance
+    of service that removes most of what the largest requirements do, but standard errors are
+    still rough then.
 
     Examples
     --------
@@ -840,12 +868,15 @@ def true_effect(
     for name in ("control", "treatment"):
         if _mean_is_infinite(scenario, getattr(scenario, name)):
             raise ValueError(
-                f"service={scenario.service!r} has an infinite variance, so the mean response under "
-                f"{name}={getattr(scenario, name)!r} at load {scenario.load:.4g} is infinite: service must "
-                "have a finite variance (for Pareto, shape > 2), or the policies compare two or more servers "
-                "at a load that all servers but one can carry"
+                f"service={scenario.service!r} has an infinite variance, so the mean response "
+                f"under {name}={getattr(scenario, name)!r} at load {scenario.load:.4g} is infinite: "
+                "service must have a finite variance (for Pareto, shape > 2), or the policies must "
+                "compare two or more servers, at a load that all servers but one can carry"
             )
-    exact = [_exact_response(scenario, scenario.control), _exact_response(scenario, scenario.treatment)]
+    exact = [
+        _exact_response(scenario, scenario.control),
+        _exact_response(scenario, scenario.treatment),
+    ]
     if None in exact:
         tolerances = (relative, absolute)
         return _simulate_until(scenario, exact, tolerances, seed, n_jobs, progress)
@@ -859,9 +890,10 @@ def _is_random_routing(scenario: Scenario, policy: Policy) -> bool:
 
 
 def _mean_is_infinite(scenario: Scenario, policy: Policy) -> bool:
-    # A requirement of infinite variance occupies its server for a time X with E[X^2] infinite. If tasks go
-    # on joining that server at a positive rate, or if the other servers cannot carry the load, then about X
-    # tasks wait for about X each. A user's policy may keep all but a few tasks from such a server.
+    # A requirement of infinite variance occupies its server for a time X with E[X^2] infinite. If
+    # tasks go on joining that server at a positive rate, or if the other servers cannot carry the
+    # load, then about X tasks wait for about X each. A user's policy may keep all but a few tasks
+    # from such a server.
     if math.isfinite(scenario.service.scv):
         return False
     if _is_random_routing(scenario, policy) or isinstance(policy, (RoundRobin, JoinIdleQueue)):
@@ -901,18 +933,23 @@ def _simulate_until(
     relative, absolute = tolerances
     arms = [arm for arm in (0, 1) if exact[arm] is None]
     known = np.array([math.nan if response is None else response for response in exact])
-    n_tasks, end = _replication_size(scenario)
+    n_tasks, end, expected = _replication_size(scenario)
 
-    def replicate(j: int) -> tuple[float, float, int]:
-        sums, counted = [0.0, 0.0], 0
+    def replicate(j: int) -> list[float]:
+        # Responses of both arms, summed over the tasks that arrive before `end` and divided by the
+        # expected number of them, which is unbiased; and two control variates of mean 0.
+        row = [0.0, 0.0, 0.0, 0.0]
         for arm in arms:
             design = AllTreatment() if arm else AllControl()
-            log = simulate(scenario, design, n_tasks, (seed, 1, j))
-            response = log.response_time[log.arrival < end]
-            sums[arm], counted = float(response.sum()), response.size
-        return sums[0], sums[1], counted
+            log = simulate(scenario, design, n_tasks, (seed, 1, j), record=("service_time",))
+            counted = log.arrival < end
+            row[arm] = float(log.response_time[counted].sum()) / expected
+            requirement = log.service_time[counted] * scenario.rates[log.server[counted]]
+            row[2] = float(requirement.mean()) - scenario.service.mean
+            row[3] = requirement.size / expected - 1.0
+        return row
 
-    rows: list[tuple[float, float, int]] = []
+    rows: list[list[float]] = []
     planned = _FEWEST_REPLICATIONS
     hidden = None if progress is None else not progress
     with tqdm(desc="true effect", unit="replication", delay=2.0, disable=hidden) as bar:
@@ -922,17 +959,12 @@ def _simulate_until(
             for row in Parallel(n_jobs, backend="threading", return_as="generator")(jobs):
                 rows.append(row)
                 bar.update()
-            # Ratios of sums, since replications of a periodic rate differ in their number of tasks.
             table = np.array(rows)
-            counts = table[:, 2]
-            means = table[:, :2].sum(axis=0) / counts.sum()
-            residuals = (table[:, :2] - means * counts[:, None]) / counts.mean()
-            residuals = np.column_stack((residuals, residuals[:, 1] - residuals[:, 0]))
-            errors = residuals.std(axis=0, ddof=1) / math.sqrt(planned)
-            responses = np.where(np.isnan(known), means, known)
-            effect = abs(responses[1] - responses[0])
+            outcomes = np.column_stack((table[:, :2], table[:, 1] - table[:, 0]))
+            means, errors = _controlled_means(outcomes, table[:, 2:])
+            responses = np.where(np.isnan(known), means[:2], known)
             floor = 0.001 * responses[0] if absolute is None else absolute
-            target = max(relative * effect, floor)
+            target = max(relative * abs(responses[1] - responses[0]), floor)
             if errors[2] <= target:
                 break
             # A little more than the errors ask for, since they are estimates.
@@ -944,13 +976,14 @@ def _simulate_until(
         responses,
         errors,
         n_replications=planned,
-        n_tasks=len(arms) * int(counts.sum()),
+        n_tasks=len(arms) * round(float((table[:, 3] + 1.0).sum()) * expected),
     )
 
 
-def _replication_size(scenario: Scenario) -> tuple[int, float]:
-    # Tasks a replication simulates, and the time up to which they are counted: enough of them that the
-    # warm-up takes at most a sixth of the work; whole cycles of a periodic rate; one pass of a trace.
+def _replication_size(scenario: Scenario) -> tuple[int, float, float]:
+    # Tasks that a replication simulates, the time up to which they are counted, and how many of
+    # them are expected: so many that the warm-up takes at most a sixth of the work, in whole cycles
+    # of a periodic rate. A trace is taken as a whole.
     traces = [
         len(trace)
         for trace in (
@@ -960,14 +993,30 @@ def _replication_size(scenario: Scenario) -> tuple[int, float]:
         if trace is not None
     ]
     if traces:
-        return min(traces), math.inf
+        return min(traces), math.inf, float(min(traces))
     rate = scenario.total_arrival_rate
-    n_tasks = max(20_000, math.ceil(5.0 * rate * scenario.default_warm_up))
-    if not isinstance(scenario.arrivals, Periodic):
-        return n_tasks, math.inf
-    end = math.ceil(n_tasks / (rate * scenario.arrivals.period)) * scenario.arrivals.period
-    # Eight standard deviations above the mean number of arrivals up to then.
-    return math.ceil(rate * end + 8.0 * math.sqrt(rate * end)), end
+    end = max(10_000.0 / rate, 5.0 * scenario.default_warm_up)
+    if isinstance(scenario.arrivals, Periodic):
+        end = math.ceil(end / scenario.arrivals.period) * scenario.arrivals.period
+    # More than `end` needs, by eight standard deviations.
+    return math.ceil(rate * end + 8.0 * math.sqrt(rate * end)), end, rate * end
+
+
+def _controlled_means(
+    outcomes: NDArray[np.float64], controls: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    # Mean of each outcome less what least squares explains by control variates of mean 0, and its
+    # standard error. For each replication the coefficients come from the others: so the mean is
+    # unbiased, and a replication of great leverage shows in the standard error.
+    n = len(outcomes)
+    design = np.column_stack((np.ones(n), controls))
+    inverse = np.linalg.pinv(design)
+    leverage = np.einsum("ij,ji->i", design, inverse)
+    deleted = (outcomes - design @ (inverse @ outcomes)) / (1.0 - leverage)[:, None]
+    explained = controls @ (inverse @ outcomes)[1:]
+    explained -= np.einsum("ij,ji->i", controls, inverse[1:])[:, None] * deleted
+    adjusted = outcomes - explained
+    return adjusted.mean(axis=0), adjusted.std(axis=0, ddof=1) / math.sqrt(n)
 
 
 def _as_effect(

@@ -7,6 +7,7 @@ distinction. Figures are narrow and their type is large, so that they can be rea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,6 +86,7 @@ class Table:
         self._html = frame.to_html(
             index=False,
             border=0,
+            classes="table",
             justify="left",
             na_rep="",
             float_format=f"{{:,.{decimals}f}}".format,
@@ -114,6 +116,24 @@ def table(frame: pd.DataFrame, decimals: int = 3) -> Table:
     return Table(frame, validation.integer("decimals", decimals, "an integer >= 0", at_least=0))
 
 
+def with_error(value: float, error: float) -> str:
+    """Write a number and its standard error, ``-0.358 (0.011)``, to two digits of the error.
+
+    Parameters
+    ----------
+    value, error : float
+        If either is not finite, the answer is empty.
+
+    Returns
+    -------
+    str
+    """
+    if not (math.isfinite(value) and math.isfinite(error)):
+        return ""
+    decimals = min(max(1 - math.floor(math.log10(error)), 0), 6) if error > 0.0 else 4
+    return f"{value:.{decimals}f} ({error:.{decimals}f})"
+
+
 def _ordered(methods: Sequence[str]) -> list[str]:
     """Return the methods in the order of figures, each once."""
     for method in methods:
@@ -123,7 +143,7 @@ def _ordered(methods: Sequence[str]) -> list[str]:
 
 
 def _truth_line(axes: Axes, truth: float) -> None:
-    axes.axvline(truth, color=TRUTH, linewidth=1.4, zorder=1)
+    axes.axvline(truth, color=TRUTH, linewidth=1.4, zorder=2.5)
     axes.annotate(
         "truth",
         (truth, 1.0),
@@ -220,6 +240,7 @@ def violins(
         # Equal widths: some methods spread a hundred times as far as others.
         density_norm="width",
         inner=None,
+        saturation=1.0,
         linewidth=0.8,
         cut=0,
         ax=axes,
@@ -282,15 +303,18 @@ def small_multiples(
     )
     for axes in grid.flat[len(titles) :]:
         axes.set_visible(False)
+    # Beside each other, so that methods that agree do not hide each other.
+    step = 0.012 * float(frame[x].max() - frame[x].min())
+    shifts = step * (np.arange(len(methods)) - 0.5 * (len(methods) - 1))
     drawn: dict[str, Any] = {}
     for axes, title in zip(grid.flat, titles, strict=False):
         inside = frame[frame[panel] == title]
-        for method in methods:
+        for method, shift in zip(methods, shifts, strict=True):
             line = inside[inside["method"] == method].sort_values(x)
             label, colour, marker = METHODS[method]
             bars = None if error is None else 2.0 * line[error]
             drawn[label] = axes.errorbar(
-                line[x],
+                line[x] + shift,
                 line[y],
                 yerr=bars,
                 color=colour,

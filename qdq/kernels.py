@@ -491,17 +491,6 @@ def tasks_after(s, time, lines, overflow_count, overflow_head, pool, pool_next, 
     return q
 
 
-@njit(inline="always", error_model="numpy")
-def work_seen(s, time, delayed, counts_own, lines, unseen_work, seen_departure):
-    """Return the unfinished work of server s as the dispatcher sees it, in time units."""
-    if not delayed:
-        return max(lines[s, 0] - time, 0.0)
-    work = max(seen_departure[s] - time, 0.0)
-    if counts_own:
-        work += unseen_work[s]
-    return work
-
-
 @jit
 def run(system, state, record, start, stop, block, choose_control, choose_treatment):
     """Draw and dispatch the tasks start, ..., stop - 1; return (status, task reached).
@@ -517,6 +506,9 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
     hides = delayed and not counts_own
     policy0 = system.policy[0]
     policy1 = system.policy[1]
+    # Policies that look at every server.
+    scans0 = JOIN_SHORTEST_QUEUE <= policy0 <= JOIN_IDLE_QUEUE or policy0 == USER_POLICY
+    scans1 = JOIN_SHORTEST_QUEUE <= policy1 <= JOIN_IDLE_QUEUE or policy1 == USER_POLICY
     d0 = system.d[0]
     d1 = system.d[1]
     rates = system.rates
@@ -642,6 +634,21 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                     popped += 1
 
             z = Z[j]
+            if keeps_lengths or (scans1 if z == 1 else scans0) or (both_choices and (scans0 or scans1)):
+                for s in range(n_servers):
+                    q = tasks_after(
+                        s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
+                    )
+                    lengths[s] = q - unseen[s] if hides else q
+                    if delayed:
+                        work[s] = max(seen_departure[s] - seen_at, 0.0)
+                        if counts_own:
+                            work[s] += unseen_work[s]
+                    else:
+                        work[s] = max(lines[s, 0] - t, 0.0)
+                    if keeps_lengths:
+                        out_lengths[first + j - start, s] = lengths[s]
+
             chosen = 0
             for k in range(2 if both_choices else 1):
                 arm = k if both_choices else z
@@ -665,49 +672,35 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                 elif policy == ROUND_ROBIN:
                     choice = members[arm, pointer[arm]]
                 elif policy == USER_POLICY:
-                    for s in range(n_servers):
-                        q = tasks_after(
-                            s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
-                        )
-                        lengths[s] = q - unseen[s] if hides else q
-                        work[s] = work_seen(
-                            s, seen_at, delayed, counts_own, lines, unseen_work, seen_departure
-                        )
                     mine = C[: n_members[arm], j].copy()
                     if choose_control is not None:
                         if arm == 0:
-                            choice = np.int64(choose_control(lengths, work, rates, mine, tie[j]))
+                            choice = int(choose_control(lengths, work, rates, mine, tie[j]))
                     if choose_treatment is not None:
                         if arm == 1:
-                            choice = np.int64(choose_treatment(lengths, work, rates, mine, tie[j]))
+                            choice = int(choose_treatment(lengths, work, rates, mine, tie[j]))
                     allowed = False
                     for c in range(n_members[arm]):
                         allowed = allowed or members[arm, c] == choice
                     if not allowed:
                         status = BAD_CHOICE
                         choice = 0
-                else:  # the least of all servers
+                else:  # the least of all servers; of the tied in increasing order the nth, n uniform
                     tied = 0
                     for c in range(n_members[arm]):
                         s = members[arm, c]
                         if policy == LEAST_WORK_LEFT:
-                            value = work_seen(
-                                s, seen_at, delayed, counts_own, lines, unseen_work, seen_departure
-                            )
+                            value = work[s]
+                        elif policy == JOIN_IDLE_QUEUE:
+                            value = float(min(lengths[s], 1))
                         else:
-                            q = tasks_after(
-                                s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
-                            )
-                            if hides:
-                                q -= unseen[s]
-                            value = float(min(q, 1) if policy == JOIN_IDLE_QUEUE else q)
+                            value = float(lengths[s])
                         score[c] = value
                         if value < least:
                             least = value
                             tied = 1
                         elif value == least:
                             tied += 1
-                    # The nth of the tied in increasing order, n uniform.
                     n = int(tie[j] * tied)
                     for c in range(n_members[arm]):
                         if score[c] == least:
@@ -721,12 +714,6 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
             if status != FINISHED:
                 stop = first + j
                 break
-            if keeps_lengths:
-                for s in range(n_servers):
-                    q = tasks_after(
-                        s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
-                    )
-                    out_lengths[first + j - start, s] = q - unseen[s] if hides else q
             if (policy1 if z == 1 else policy0) == ROUND_ROBIN:
                 pointer[z] = (pointer[z] + 1) % n_members[z]
 

@@ -85,7 +85,9 @@ class PowerOfD(Policy):
     d: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "d", validation.integer("d", self.d, "an integer >= 1", at_least=1))
+        object.__setattr__(
+            self, "d", validation.integer("d", self.d, "an integer >= 1", at_least=1)
+        )
 
     @property
     def n_choices(self) -> int:
@@ -223,12 +225,21 @@ class UserPolicy(Policy):
         TypeError
             Always.
         """
-        raise TypeError(f"{self!r} holds a function of the user's, which cannot be written to a file")
+        raise TypeError(
+            f"{self!r} holds a function of the user's, which cannot be written to a file"
+        )
 
 
 _BY_NAME: dict[str, type[Policy]] = {
     cls.__name__: cls
-    for cls in (PowerOfD, ShortestExpectedDelay, JoinShortestQueue, LeastWorkLeft, JoinIdleQueue, RoundRobin)
+    for cls in (
+        PowerOfD,
+        ShortestExpectedDelay,
+        JoinShortestQueue,
+        LeastWorkLeft,
+        JoinIdleQueue,
+        RoundRobin,
+    )
 }
 
 

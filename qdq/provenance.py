@@ -25,16 +25,6 @@ _FOLDER = Path(__file__).parent
 _PACKAGES = ("numpy", "numba", "scipy", "pandas")
 
 
-@cache
-def source_hash() -> str:
-    """Return the SHA-256 of the package's source, in hexadecimal.
-
-    It covers the names and the contents of ``qdq/*.py`` in sorted order, whatever folder they are
-    in and however their lines end.
-    """
-    return _hash_of_folder(_FOLDER)
-
-
 def _hash_of_folder(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.py"), key=lambda path: path.name):
@@ -42,6 +32,19 @@ def _hash_of_folder(folder: Path) -> str:
         digest.update(f"{path.name} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+# Taken on import: the files may be edited while the code of before is running.
+_SOURCE_HASH = _hash_of_folder(_FOLDER)
+
+
+def source_hash() -> str:
+    """Return the SHA-256 of the package's source, in hexadecimal.
+
+    It covers the names and the contents of ``qdq/*.py`` in sorted order, whatever folder they are
+    in and however their lines end.
+    """
+    return _SOURCE_HASH
 
 
 @cache

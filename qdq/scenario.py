@@ -33,7 +33,7 @@ class _Trace(_Part):
     """Parts that hold an array: equal when the arrays are."""
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.to_dict() == other.to_dict()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
         return hash(type(self))
@@ -89,10 +89,15 @@ class Periodic(_Part):
 
     def __post_init__(self) -> None:
         for name, value in (
-            ("rate", validation.number("rate", self.rate, "an arrival rate per server > 0", above=0.0)),
+            (
+                "rate",
+                validation.number("rate", self.rate, "an arrival rate per server > 0", above=0.0),
+            ),
             (
                 "amplitude",
-                validation.number("amplitude", self.amplitude, "in [0, 1]", at_least=0.0, at_most=1.0),
+                validation.number(
+                    "amplitude", self.amplitude, "in [0, 1]", at_least=0.0, at_most=1.0
+                ),
             ),
             ("period", validation.number("period", self.period, "a time > 0", above=0.0)),
         ):
@@ -104,7 +109,9 @@ class Periodic(_Part):
 
     def rate_at(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the arrival rate per server at each time."""
-        return self.rate * (1.0 + self.amplitude * np.sin(2.0 * np.pi * np.asarray(time) / self.period))
+        return self.rate * (
+            1.0 + self.amplitude * np.sin(2.0 * np.pi * np.asarray(time) / self.period)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,11 +130,15 @@ class ArrivalTrace(_Trace):
         right = "a sequence of at least two non-decreasing times, not all equal"
         times = validation.vector("times", self.times, right)
         if times.size < 2 or times[-1] == times[0]:
-            raise ValueError(f"times has {times.size} entries, first {times[0]}: it must be {right}")
+            raise ValueError(
+                f"times has {times.size} entries, first {times[0]}: it must be {right}"
+            )
         falls = np.flatnonzero(np.diff(times) < 0)
         if falls.size:
             at = int(falls[0]) + 1
-            raise ValueError(f"times[{at}]={times[at]} is before times[{at - 1}]: it must be {right}")
+            raise ValueError(
+                f"times[{at}]={times[at]} is before times[{at - 1}]: it must be {right}"
+            )
         object.__setattr__(self, "times", times)
 
     def mean_rate(self, n_servers: int) -> float:
@@ -245,7 +256,9 @@ class ServiceTrace(_Trace):
         requirements = validation.vector("requirements", self.requirements, right)
         bad = np.flatnonzero(requirements < 0)
         if bad.size:
-            raise ValueError(f"requirements[{bad[0]}]={requirements[bad[0]]} is negative: it must be {right}")
+            raise ValueError(
+                f"requirements[{bad[0]}]={requirements[bad[0]]} is negative: it must be {right}"
+            )
         if not requirements.any():
             raise ValueError(f"requirements are all zero: it must be {right}")
         object.__setattr__(self, "requirements", requirements)
@@ -339,20 +352,30 @@ class Scenario:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("n_servers", validation.integer("n_servers", self.n_servers, "an integer >= 1", at_least=1))
+        put(
+            "n_servers",
+            validation.integer("n_servers", self.n_servers, "an integer >= 1", at_least=1),
+        )
         for name, kinds in (("arrivals", Arrivals), ("service", Service)):
             if not isinstance(getattr(self, name), kinds):
                 names = ", ".join(cls.__name__ for cls in kinds.__args__)
-                raise TypeError(f"{name}={getattr(self, name)!r} is not allowed: {name} must be one of {names}")
+                raise TypeError(
+                    f"{name}={getattr(self, name)!r} is not allowed: {name} must be one of {names}"
+                )
         put("service_rates", self._checked_rates())
         for name in ("information_delay", "dispatch_delay"):
             put(name, validation.number(name, getattr(self, name), "a time >= 0", at_least=0.0))
-        put("counts_own_dispatches", validation.boolean("counts_own_dispatches", self.counts_own_dispatches))
+        put(
+            "counts_own_dispatches",
+            validation.boolean("counts_own_dispatches", self.counts_own_dispatches),
+        )
         put("allow_unstable", validation.boolean("allow_unstable", self.allow_unstable))
         for name in ("control", "treatment"):
             policy = getattr(self, name)
             if type(policy) is Policy or not isinstance(policy, Policy):
-                raise TypeError(f"{name}={policy!r} is not a policy: {name} must be one, such as PowerOfD(2)")
+                raise TypeError(
+                    f"{name}={policy!r} is not a policy: {name} must be one, such as PowerOfD(2)"
+                )
             if policy.min_servers > self.n_servers:
                 raise ValueError(
                     f"{name}={policy!r} samples more servers than n_servers={self.n_servers}: "
@@ -376,7 +399,9 @@ class Scenario:
             raise ValueError(f"service_rates has {rates.size} entries: it must be {right}")
         slow = np.flatnonzero(rates <= 0)
         if slow.size:
-            raise ValueError(f"service_rates[{slow[0]}]={rates[slow[0]]} is not > 0: it must be {right}")
+            raise ValueError(
+                f"service_rates[{slow[0]}]={rates[slow[0]]} is not > 0: it must be {right}"
+            )
         return tuple(rates.tolist())
 
     def _load_under(self, policy: Policy) -> float:
@@ -385,7 +410,9 @@ class Scenario:
     @property
     def rates(self) -> NDArray[np.float64]:
         """Service rate of each server, shape (n_servers,)."""
-        return np.broadcast_to(np.asarray(self.service_rates, dtype=np.float64), self.n_servers).copy()
+        return np.broadcast_to(
+            np.asarray(self.service_rates, dtype=np.float64), self.n_servers
+        ).copy()
 
     @property
     def total_arrival_rate(self) -> float:
@@ -431,7 +458,9 @@ class Scenario:
         else:
             services = 5.0 / (1.0 - math.sqrt(self.load)) ** 2
         warm_up = services * self.mean_service_time
-        return max(warm_up, self.arrivals.period) if isinstance(self.arrivals, Periodic) else warm_up
+        return (
+            max(warm_up, self.arrivals.period) if isinstance(self.arrivals, Periodic) else warm_up
+        )
 
     def replace(self, **changes: Any) -> Scenario:
         """Return a copy with some fields changed."""
@@ -467,5 +496,7 @@ class Scenario:
         return cls(**values)
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><th>{f.name}</th><td>{getattr(self, f.name)!r}</td></tr>" for f in fields(self))
+        rows = "".join(
+            f"<tr><th>{f.name}</th><td>{getattr(self, f.name)!r}</td></tr>" for f in fields(self)
+        )
         return f"<table><caption>Scenario</caption>{rows}</table>"

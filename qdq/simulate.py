@@ -43,7 +43,7 @@ def seed_sequence(seed: Seed) -> np.random.SeedSequence:
     right = "an integer >= 0, or a tuple (seed, replication) of them"
     if isinstance(seed, (str, bytes)) or (np.ndim(seed) > 0 and len(seed) == 0):  # type: ignore[arg-type]
         raise validation.refuse("seed", seed, right)
-    parts = [seed, 0] if np.ndim(seed) == 0 else list(seed)  # type: ignore[arg-type, list-item]
+    parts = [seed, 0] if np.ndim(seed) == 0 else list(seed)  # type: ignore[arg-type]
     numbers = [validation.integer("seed", part, right, at_least=0) for part in parts]
     if len(numbers) == 1:
         numbers.append(0)
@@ -51,7 +51,7 @@ def seed_sequence(seed: Seed) -> np.random.SeedSequence:
 
 
 def _key(stream: np.random.SeedSequence) -> NDArray[np.uint32]:
-    return stream.generate_state(2, np.uint32)
+    return stream.generate_state(2, np.uint32).astype(np.uint32)
 
 
 def tie_uniforms(seed: Seed, n_tasks: int) -> NDArray[np.float64]:
@@ -70,7 +70,7 @@ def tie_uniforms(seed: Seed, n_tasks: int) -> NDArray[np.float64]:
     """
     words = np.empty((4, n_tasks), np.uint64)
     uniforms = np.empty(n_tasks)
-    kernels.draw_ties(_key(seed_sequence(seed)), 0, *words, uniforms)
+    kernels.draw_ties(_key(seed_sequence(seed)), 0, words[0], words[1], words[2], words[3], uniforms)
     return uniforms
 
 
@@ -82,13 +82,17 @@ class _Engine:
     choose: tuple[Any, Any]
     block: int
 
-    def run(self, state: kernels.State, record: kernels.Record, start: int, stop: int) -> kernels.State:
+    def run(
+        self, state: kernels.State, record: kernels.Record, start: int, stop: int
+    ) -> kernels.State:
         """Dispatch tasks start, ..., stop - 1 and return the state after them, with more room if needed."""
-        loop = kernels.run if self.choose == (None, None) else kernels.run_with_user_policy
+        loop: Any = kernels.run if self.choose == (None, None) else kernels.run_with_user_policy
         reached = start
         while True:
-            rest = kernels.Record(*(column[reached - start :] for column in record))
-            status, reached = loop(self.system, state, rest, reached, stop, self.block, *self.choose)
+            rest = kernels.Record._make(column[reached - start :] for column in record)
+            status, reached = loop(
+                self.system, state, rest, reached, stop, self.block, *self.choose
+            )
             if status == kernels.FINISHED:
                 return state
             if status == kernels.BAD_CHOICE:
@@ -293,7 +297,12 @@ def _warmed_up(engine: _Engine, warm_up: float) -> tuple[kernels.State, NDArray[
     if system.arrival_kind == kernels.ARRIVAL_TRACE or warm_up == 0.0:
         return _empty_state(system.rates.size, 0.0), np.empty((0, 3))
     n, clock = kernels.warm_up_start(
-        system.key, system.arrival_kind, system.arrival_rate, system.amplitude, system.period, warm_up
+        system.key,
+        system.arrival_kind,
+        system.arrival_rate,
+        system.amplitude,
+        system.period,
+        warm_up,
     )
     state = _empty_state(system.rates.size, -clock)
     present = []
@@ -409,7 +418,9 @@ def simulate(
     if not isinstance(scenario, Scenario):
         raise TypeError(f"scenario={scenario!r} is not a Scenario")
     if type(design) is Design or not isinstance(design, Design):
-        raise TypeError(f"design={design!r} is not a design: design must be one, such as Bernoulli(0.5)")
+        raise TypeError(
+            f"design={design!r} is not a design: design must be one, such as Bernoulli(0.5)"
+        )
     names = _checked_record(record)
     if "choices" in names and isinstance(design, ServerSplit):
         raise ValueError(
@@ -445,9 +456,14 @@ def _plain(seed: Seed) -> int | tuple[int, ...]:
 
 def _checked_length(scenario: Scenario, n_tasks: int) -> int:
     n_tasks = validation.integer("n_tasks", n_tasks, "an integer >= 1", at_least=1)
-    for trace in (getattr(scenario.arrivals, "times", None), getattr(scenario.service, "requirements", None)):
+    for trace in (
+        getattr(scenario.arrivals, "times", None),
+        getattr(scenario.service, "requirements", None),
+    ):
         if trace is not None and n_tasks > len(trace):
-            raise validation.refuse("n_tasks", n_tasks, f"at most the length of the trace, {len(trace)}")
+            raise validation.refuse(
+                "n_tasks", n_tasks, f"at most the length of the trace, {len(trace)}"
+            )
     return n_tasks
 
 
@@ -505,7 +521,11 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
         before, _ = _engine(own, stream, log.design)
         state, carried_over = _warmed_up(before, float(log.warm_up or 0.0))
         engine, _ = _engine(scenario, stream, log.design, treated=arms)
-        fields = {"scenario": scenario, "seed": log.seed, "warm_up": log.warm_up}
+        fields: dict[str, Any] = {
+            "scenario": scenario,
+            "seed": log.seed,
+            "warm_up": log.warm_up,
+        }
     else:
         engine, _ = _engine(
             scenario,
@@ -540,7 +560,9 @@ def _checked_treated(treated: ArrayLike, n_tasks: int) -> NDArray[np.bool_]:
     if values.ndim == 0:
         values = np.full(n_tasks, values)
     if values.shape != (n_tasks,):
-        raise ValueError(f"treated has shape {values.shape}: it must be ({n_tasks},), one entry a task")
+        raise ValueError(
+            f"treated has shape {values.shape}: it must be ({n_tasks},), one entry a task"
+        )
     if not np.isin(values, (0, 1)).all():
         raise ValueError("treated holds something else than 0 and 1 (or False and True)")
     return values.astype(np.bool_)
@@ -548,7 +570,9 @@ def _checked_treated(treated: ArrayLike, n_tasks: int) -> NDArray[np.bool_]:
 
 def _requirements(scenario: Scenario, log: TaskLog) -> NDArray[np.float64]:
     if log.server is None:
-        raise ValueError("the log has no column server: replay needs it to rebuild the service requirements")
+        raise ValueError(
+            "the log has no column server: replay needs it to rebuild the service requirements"
+        )
     if log.server.max() >= scenario.n_servers or log.server.min() < 0:
         raise ValueError(
             f"the log names servers {log.server.min()} to {log.server.max()}: "

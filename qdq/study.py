@@ -509,7 +509,7 @@ def _frame(plan: _Plan, results: Sequence[list[_Row]], level: float) -> pd.DataF
     frame: dict[str, Any] = {"replication": np.repeat(np.arange(len(results)), len(labels))}
     for name in _LABELS:
         values = [row[name] for row in labels] * len(results)
-        frame[name] = pd.array(values, dtype="Int64" if name == "horizon" else "string")
+        frame[name] = pd.array(values, dtype="Int64") if name == "horizon" else values
     frame |= {name: column[name] for name in (*_STORED[:3], "low", "high", "alpha")}
     frame["n_used"] = pd.array(column["n_used"], dtype="Float64").astype("Int64")
     return pd.DataFrame(frame)

@@ -544,10 +544,11 @@ class TaskLog:
         completion, and a first-come first-served server completes in order of arrival.
 
         **Was the log cut?** Of the tasks that arrived in the last max(response time) before a log
-        was cut, only the fast ones are in it, so hardly any overlap its last arrival. Where fewer
-        tasks do so than at 99 % of the arrivals in the log's second half, a warning says so: about
-        1 complete log in 50 is warned of needlessly, and a log with few tasks in system cannot be
-        judged.
+        was cut, only the fast ones are in it, so few overlap its last arrival: about sqrt(2 Q)
+        where Q do on average, if the density of response times is 1/mean near 0, as it is for
+        exponential ones. A warning is given where fewer do than 2 sqrt(2 Q) and than at 99 % of the
+        arrivals in the log's second half. At most about 1 complete log in 50 is warned of
+        needlessly; in small systems, and where no task is fast, a cut cannot be seen.
         """
         path = Path(path)
         readers = {"csv": _read_csv, "parquet": _read_parquet, "haproxy": _read_haproxy}
@@ -673,7 +674,7 @@ def _warn_if_cut(log: TaskLog, name: str) -> None:
     left = np.searchsorted(np.sort(log.departure), log.arrival, side="right")
     in_system = np.arange(log.n_tasks) - left
     usual = np.quantile(in_system[before], 0.01)
-    if in_system[-1] < usual:
+    if in_system[-1] < min(usual, 2.0 * np.sqrt(2.0 * in_system[before].mean())):
         warnings.warn(
             f"{name} may have been cut while tasks were running: {max(in_system[-1], 0)} tasks "
             f"overlap the last arrival, and at 99 % of earlier arrivals {usual:.0f} or more do. If "

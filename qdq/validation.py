@@ -44,7 +44,7 @@ def integer(name: str, value: Any, right: str, *, at_least: int, at_most: int | 
         raise TypeError(f"{name}={value!r} is not an integer: {name} must be {right}")
     if not isinstance(value, Integral) and not float(value).is_integer():
         raise refuse(name, value, right)
-    result = int(value)
+    result = int(value)  # type: ignore[call-overload]
     if result < at_least or (at_most is not None and result > at_most):
         raise refuse(name, value, right)
     return result
@@ -62,11 +62,15 @@ def vector(name: str, value: Any, right: str) -> NDArray[np.float64]:
     try:
         result = np.array(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} holds something that is not a number: it must be {right}") from error
+        raise TypeError(
+            f"{name} holds something that is not a number: it must be {right}"
+        ) from error
     if result.ndim != 1 or result.size == 0:
         raise ValueError(f"{name} has shape {result.shape}: it must be {right}")
     bad = np.flatnonzero(~np.isfinite(result))
     if bad.size:
-        raise ValueError(f"{name}[{bad[0]}]={result[bad[0]]!r} is not finite: {name} must be {right}")
+        raise ValueError(
+            f"{name}[{bad[0]}]={result[bad[0]]!r} is not finite: {name} must be {right}"
+        )
     result.setflags(write=False)
     return result

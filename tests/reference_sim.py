@@ -21,8 +21,8 @@ import numpy as np
 
 import qdq
 
-# Events at the same time happen in this order: a departure at t has left at t, and a task that joins its
-# server at t is there for a task that arrives at t after it.
+# Events at the same time happen in this order: a departure at t has left at t, and a task that
+# joins its server at t is there for a task that arrives at t after it.
 DEPARTURE, JOIN, ARRIVAL = 0, 1, 2
 
 
@@ -39,10 +39,10 @@ class Job:
 
 @dataclass
 class Server:
-    """One FCFS server: its history of jobs in order of dispatch, its queue, and the job in service."""
+    """One FCFS server: its history of jobs in order of dispatch, its queue, the job in service."""
 
     rate: float
-    history: list[Job] = field(default_factory=list)
+    history: deque[Job] = field(default_factory=deque)
     waiting: deque[Job] = field(default_factory=deque)
     serving: Job | None = None
 
@@ -170,10 +170,10 @@ def simulate_reference(
     draws : Draws
         Arrivals (nondecreasing), requirements, arms, candidates and uniforms.
     groups : pair of sequences of int, optional
-        The control's and the treatment's servers in a server split; all servers for both by default.
+        The control's and the treatment's servers in a server split; by default all for both.
     present : sequence of (server, start of service, departure), optional
-        Tasks in the system before the first arrival, in order of joining. The dispatcher takes them to
-        have joined long ago, so this is right only without delays.
+        Tasks in the system before the first arrival, in order of joining. The dispatcher takes them
+        to have joined long ago, so this is right only without delays.
     """
     n_servers = scenario.n_servers
     n = len(draws.arrival)
@@ -248,8 +248,9 @@ def simulate_reference(
             queue_lengths: list[int] = []
             work: list[float] = []
             for server in servers:
-                # Who was seen to leave stays so; forgetting them only keeps the lists short.
-                server.history = [old for old in server.history if old.departure > now - a]
+                # Who was seen to leave is never seen again; forgetting keeps the lists short.
+                while server.history and server.history[0].departure <= now - a:
+                    server.history.popleft()
                 seen = seen_jobs(server, now, a)
                 unseen = unseen_jobs(server, now, a) if scenario.counts_own_dispatches else []
                 queue_lengths.append(len(seen) + len(unseen))
@@ -352,7 +353,7 @@ def draw_tasks(
     rng: np.random.Generator,
     groups: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Draws:
-    """Everything chance decides about n tasks, from numpy's generator; candidates in random order."""
+    """Everything chance decides about n tasks, from numpy's generator; all candidates are drawn."""
     rates = np.broadcast_to(scenario.service_rates, scenario.n_servers)
     arrival = draw_arrivals(scenario.arrivals, scenario.n_servers, n, rng)
     share = sum(rates[i] for i in groups[1]) / sum(rates) if groups is not None else 0.5

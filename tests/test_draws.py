@@ -102,7 +102,11 @@ def ulps(value, exact):
 def test_log_is_within_two_units_in_the_last_place():
     rng = np.random.default_rng(1)
     points = np.concatenate(
-        [rng.random(20_000), 2.0 ** rng.uniform(-60, 60, 20_000), 1 + rng.uniform(-1e-8, 1e-8, 1000)]
+        [
+            rng.random(20_000),
+            2.0 ** rng.uniform(-60, 60, 20_000),
+            1 + rng.uniform(-1e-8, 1e-8, 1000),
+        ]
     )
     worst = max(ulps(kernels.log(x), math.log(x)) for x in points if x != 1.0)
     assert worst <= 2.0  # math.log itself is within one
@@ -117,9 +121,7 @@ def test_exp_is_within_three_units_in_the_last_place():
 
 def test_sin_is_exact_to_rounding():
     points = np.random.default_rng(3).uniform(-3.0, 3.0, 40_000)
-    errors = [
-        abs(kernels.sin_turns(x) - math.sin(2 * math.pi * (x - round(x)))) for x in points
-    ]
+    errors = [abs(kernels.sin_turns(x) - math.sin(2 * math.pi * (x - round(x)))) for x in points]
     assert max(errors) < 5e-16
     assert abs(kernels.sin_turns(0.25) - 1.0) <= 2.0**-52
     assert kernels.sin_turns(0.5) == 0.0
@@ -207,7 +209,13 @@ def test_every_order_of_three_candidates_is_equally_likely():
     n = 200_000
     a, b, c = candidates(3, n, n_servers=6)
     counts = np.bincount(a * 36 + b * 6 + c, minlength=216)
-    distinct = [x * 36 + y * 6 + z for x in range(6) for y in range(6) for z in range(6) if len({x, y, z}) == 3]
+    distinct = [
+        x * 36 + y * 6 + z
+        for x in range(6)
+        for y in range(6)
+        for z in range(6)
+        if len({x, y, z}) == 3
+    ]
     assert counts[distinct].sum() == n
     assert stats.chisquare(counts[distinct]).pvalue > FALSE_ALARM
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 from numba import njit
-from reference_sim import Draws, Path, draw_tasks, simulate_reference
 
 import qdq
+from reference_sim import Draws, Path, draw_tasks, simulate_reference
 
 CONTROL, TREATMENT = False, True
 
@@ -95,9 +95,7 @@ def test_information_delay_shows_the_past():
 
 
 def test_own_dispatches_are_counted_until_they_are_seen():
-    scenario = system(
-        information_delay=1.0, counts_own_dispatches=True, treatment=qdq.PowerOfD(2)
-    )
+    scenario = system(information_delay=1.0, counts_own_dispatches=True, treatment=qdq.PowerOfD(2))
     path = run(scenario, DELAYED)
     # Task 1: task 0 is its own: 1, 0: server 1, 0.5 to 1.5.
     # Task 2: looks at 0: task 0 is seen, task 1 its own: 1, 1: server 0, 5 to 6.
@@ -109,13 +107,9 @@ def test_own_dispatches_are_counted_until_they_are_seen():
 
 
 def test_own_dispatch_that_has_left_unseen_is_still_counted():
-    scenario = system(
-        information_delay=2.0, counts_own_dispatches=True, treatment=qdq.PowerOfD(2)
-    )
+    scenario = system(information_delay=2.0, counts_own_dispatches=True, treatment=qdq.PowerOfD(2))
     # Task 0 leaves server 0 at 0.5, but at time 1 the dispatcher has not even seen it join.
-    path = run(
-        scenario, [(0.0, 0.5, TREATMENT, (0, 1), 0.0), (1.0, 1.0, TREATMENT, (0, 1), 0.0)]
-    )
+    path = run(scenario, [(0.0, 0.5, TREATMENT, (0, 1), 0.0), (1.0, 1.0, TREATMENT, (0, 1), 0.0)])
     assert path.queue_lengths.tolist() == [[0, 0], [1, 0]]
     assert path.server.tolist() == [0, 1]
     assert path.in_system.tolist() == [0, 0]
@@ -124,9 +118,9 @@ def test_own_dispatch_that_has_left_unseen_is_still_counted():
 @pytest.mark.parametrize(
     ("own", "server", "departure", "seen"),
     [
-        # Task 0 joins server 0 at 1, served 1 to 3.  Task 1 does not see it: server 0, joins at 1.5,
-        # served 3 to 4.  Task 2 comes as task 0 joins: 1, 0: server 1, joins at 2, served 2 to 3.
-        # Task 3: tasks 0 and 2 have just left: 1, 0: server 1, joins at 4, served 4 to 4.5.
+        # Task 0 joins server 0 at 1, served 1 to 3.  Task 1 does not see it: server 0, joins at
+        # 1.5, served 3 to 4.  Task 2 comes as task 0 joins: 1, 0: server 1, served 2 to 3.
+        # Task 3: tasks 0 and 2 have just left: 1, 0: server 1, served 4 to 4.5.
         (False, [0, 0, 1, 1], [3, 4, 3, 4.5], [[0, 0], [0, 0], [1, 0], [1, 0]]),
         # Task 1 knows of task 0: server 1, served 1.5 to 2.5.  Task 2: task 0 seen, task 1 its own:
         # 1, 1: server 0, joins at 2, served 3 to 4.  Task 3: 1, 0: server 1, served 4 to 4.5.
@@ -177,8 +171,8 @@ def test_work_seen_late_adds_own_dispatches_in_full():
             (0.0, 2.0, TREATMENT, (0, 1), 0.0),  # server 0: 0 to 2
             (0.25, 1.0, TREATMENT, (0, 1), 0.0),  # own task 0: 2, 0: server 1: 0.25 to 1.25
             (1.0, 0.5, TREATMENT, (0, 1), 0.0),  # as of 0.5: 1.5, 0.75: server 1: 1.25 to 1.75
-            (1.25, 0.5, TREATMENT, (0, 1), 0.0),  # as of 0.75: 1.25, 0.5 + own 0.5: server 1: to 2.25
-            (1.5, 1.0, TREATMENT, (0, 1), 0.0),  # as of 1: 1, 0.25 + 0.5 + own 0.5: server 0: 2 to 3
+            (1.25, 0.5, TREATMENT, (0, 1), 0.0),  # as of 0.75: 1.25, 0.5 + own 0.5: server 1
+            (1.5, 1.0, TREATMENT, (0, 1), 0.0),  # as of 1: 1, 0.25 + 0.5 + own 0.5: server 0
         ],
     )
     assert path.work.tolist() == [[0, 0], [2, 0], [1.5, 0.75], [1.25, 1.0], [1.0, 1.25]]
@@ -281,23 +275,22 @@ def random_path(seed: int, n: int, **fields: object) -> tuple[Draws, Path]:
 @pytest.mark.parametrize("delays", [(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.5, 0.25)])
 def test_number_in_system_and_littles_law(delays):
     draws, path = random_path(
-        1, 500, n_servers=3, arrivals=qdq.Poisson(0.7), information_delay=delays[0],
+        1,
+        500,
+        n_servers=3,
+        arrivals=qdq.Poisson(0.7),
+        information_delay=delays[0],
         dispatch_delay=delays[1],
     )
     for k in range(500):
         assert path.in_system[k] == sum(path.departure[:k] > draws.arrival[k])
-    # The integral of the number in system over time is the sum of the response times. It falls apart at
-    # the arrivals: over (A_k, A_k+1) it is that of q_k + 1 tasks, less what those gained who left within.
+    # The integral of the number in system over time is the sum of the response times. Between two
+    # arrivals it is that of q_k + 1 tasks, less what those that leave meanwhile miss of it.
     area = 0.0
     ends = np.append(draws.arrival[1:], path.departure.max())
-    for k in range(500):
-        left = [
-            d
-            for d in path.departure[: k + 1]
-            if draws.arrival[k] < d <= ends[k]
-        ]
-        area += (path.in_system[k] + 1) * (ends[k] - draws.arrival[k])
-        area -= sum(ends[k] - d for d in left)
+    for k, (start, end) in enumerate(zip(draws.arrival, ends, strict=True)):
+        leave = [time for time in path.departure[: k + 1] if start < time <= end]
+        area += (path.in_system[k] + 1) * (end - start) - sum(end - time for time in leave)
     assert area == pytest.approx(np.sum(path.departure - draws.arrival), rel=1e-12)
 
 
@@ -321,10 +314,13 @@ def test_delays_add_up(own):
     ],
 )
 def test_one_server_is_pollaczek_khinchine(law, second_moment):
-    lam, n_batches, size = 0.5, 25, 1000
+    lam, n_batches, size = 0.5, 21, 700
     scenario = qdq.Scenario(
-        n_servers=1, arrivals=qdq.Poisson(lam), service=law,
-        control=qdq.PowerOfD(1), treatment=qdq.PowerOfD(1),
+        n_servers=1,
+        arrivals=qdq.Poisson(lam),
+        service=law,
+        control=qdq.PowerOfD(1),
+        treatment=qdq.PowerOfD(1),
     )
     rng = np.random.default_rng(3)
     draws = draw_tasks(scenario, qdq.Bernoulli(0.5), n_batches * size, rng)

@@ -28,21 +28,45 @@ def too_few_arguments(queue_lengths, work):
 
 
 MALFORMED = [
-    (lambda: qdq.Poisson(0), ValueError, r"rate=0 is not allowed: rate must be an arrival rate per server > 0"),
+    (
+        lambda: qdq.Poisson(0),
+        ValueError,
+        r"rate=0 is not allowed: rate must be an arrival rate per server > 0",
+    ),
     (lambda: qdq.Poisson(-1.0), ValueError, r"rate=-1.0 is not allowed"),
     (lambda: qdq.Poisson(math.nan), ValueError, r"rate=nan is not allowed"),
     (lambda: qdq.Poisson(math.inf), ValueError, r"rate=inf is not allowed"),
     (lambda: qdq.Poisson("0.8"), TypeError, r"rate='0.8' is not a number"),
     (lambda: qdq.Poisson(True), TypeError, r"rate=True is not a number"),
-    (lambda: qdq.Periodic(0.7, 1.2, 10), ValueError, r"amplitude=1.2 is not allowed: amplitude must be in \[0, 1\]"),
+    (
+        lambda: qdq.Periodic(0.7, 1.2, 10),
+        ValueError,
+        r"amplitude=1.2 is not allowed: amplitude must be in \[0, 1\]",
+    ),
     (lambda: qdq.Periodic(0.7, -0.1, 10), ValueError, r"amplitude=-0.1"),
-    (lambda: qdq.Periodic(0.7, 0.2, 0), ValueError, r"period=0 is not allowed: period must be a time > 0"),
+    (
+        lambda: qdq.Periodic(0.7, 0.2, 0),
+        ValueError,
+        r"period=0 is not allowed: period must be a time > 0",
+    ),
     (lambda: qdq.ArrivalTrace([1.0, 3.0, 2.0]), ValueError, r"times\[2\]=2.0 is before times\[1\]"),
     (lambda: qdq.ArrivalTrace([1.0]), ValueError, r"times has 1 entries"),
     (lambda: qdq.ArrivalTrace([1.0, math.nan]), ValueError, r"times\[1\]=.*nan.* is not finite"),
-    (lambda: qdq.ArrivalTrace(["x", "y"]), TypeError, r"times holds something that is not a number"),
-    (lambda: qdq.Pareto(1.0), ValueError, r"shape=1.0 is not allowed: shape must be a tail index > 1"),
-    (lambda: qdq.LogNormal(0), ValueError, r"cv=0 is not allowed: cv must be a coefficient of variation > 0"),
+    (
+        lambda: qdq.ArrivalTrace(["x", "y"]),
+        TypeError,
+        r"times holds something that is not a number",
+    ),
+    (
+        lambda: qdq.Pareto(1.0),
+        ValueError,
+        r"shape=1.0 is not allowed: shape must be a tail index > 1",
+    ),
+    (
+        lambda: qdq.LogNormal(0),
+        ValueError,
+        r"cv=0 is not allowed: cv must be a coefficient of variation > 0",
+    ),
     (lambda: qdq.ServiceTrace([1.0, -2.0]), ValueError, r"requirements\[1\]=-2.0 is negative"),
     (lambda: qdq.ServiceTrace([0.0, 0.0]), ValueError, r"requirements are all zero"),
     (lambda: qdq.ServiceTrace([]), ValueError, r"requirements has shape \(0,\)"),
@@ -50,32 +74,96 @@ MALFORMED = [
     (lambda: qdq.PowerOfD(1.5), ValueError, r"d=1.5 is not allowed"),
     (lambda: qdq.PowerOfD("2"), TypeError, r"d='2' is not an integer"),
     (lambda: qdq.ShortestExpectedDelay(-1), ValueError, r"d=-1 is not allowed"),
-    (lambda: qdq.UserPolicy(lambda *a: 0), TypeError, r"is not compiled: function must be decorated with numba.njit"),
-    (lambda: qdq.UserPolicy(too_few_arguments), TypeError, r"takes 2 arguments: it must take the five"),
+    (
+        lambda: qdq.UserPolicy(lambda *a: 0),
+        TypeError,
+        r"is not compiled: function must be decorated with numba.njit",
+    ),
+    (
+        lambda: qdq.UserPolicy(too_few_arguments),
+        TypeError,
+        r"takes 2 arguments: it must take the five",
+    ),
     (lambda: qdq.Bernoulli(0.0), ValueError, r"propensity=0.0 is not allowed"),
     (lambda: qdq.Bernoulli(1), ValueError, r"propensity=1 is not allowed"),
-    (lambda: qdq.Switchback(0.0), ValueError, r"period=0.0 is not allowed: period must be a time > 0"),
+    (
+        lambda: qdq.Switchback(0.0),
+        ValueError,
+        r"period=0.0 is not allowed: period must be a time > 0",
+    ),
     (lambda: qdq.Switchback(10.0, 1.5), ValueError, r"propensity=1.5"),
     (lambda: qdq.ServerSplit(0.0), ValueError, r"share=0.0 is not allowed"),
-    (lambda: qdq.Scenario(n_servers=0), ValueError, r"n_servers=0 is not allowed: n_servers must be an integer >= 1"),
+    (
+        lambda: qdq.Scenario(n_servers=0),
+        ValueError,
+        r"n_servers=0 is not allowed: n_servers must be an integer >= 1",
+    ),
     (lambda: qdq.Scenario(n_servers=2.5), ValueError, r"n_servers=2.5"),
-    (lambda: qdq.Scenario(arrivals=0.8), TypeError, r"arrivals=0.8 is not allowed: arrivals must be one of Poisson"),
-    (lambda: qdq.Scenario(service="exponential"), TypeError, r"service='exponential' is not allowed"),
+    (
+        lambda: qdq.Scenario(arrivals=0.8),
+        TypeError,
+        r"arrivals=0.8 is not allowed: arrivals must be one of Poisson",
+    ),
+    (
+        lambda: qdq.Scenario(service="exponential"),
+        TypeError,
+        r"service='exponential' is not allowed",
+    ),
     (lambda: qdq.Scenario(service_rates=0.0), ValueError, r"service_rates=0.0 is not allowed"),
     (lambda: qdq.Scenario(service_rates=[1.0, 2.0]), ValueError, r"service_rates has 2 entries"),
-    (lambda: qdq.Scenario(n_servers=3, service_rates=[1, 1, -1]), ValueError, r"service_rates\[2\]=-1.0 is not > 0"),
-    (lambda: qdq.Scenario(information_delay=-0.5), ValueError, r"information_delay=-0.5 .* a time >= 0"),
+    (
+        lambda: qdq.Scenario(n_servers=3, service_rates=[1, 1, -1]),
+        ValueError,
+        r"service_rates\[2\]=-1.0 is not > 0",
+    ),
+    (
+        lambda: qdq.Scenario(information_delay=-0.5),
+        ValueError,
+        r"information_delay=-0.5 .* a time >= 0",
+    ),
     (lambda: qdq.Scenario(dispatch_delay=math.inf), ValueError, r"dispatch_delay=inf"),
-    (lambda: qdq.Scenario(counts_own_dispatches=1), TypeError, r"counts_own_dispatches=1 .* True or False"),
+    (
+        lambda: qdq.Scenario(counts_own_dispatches=1),
+        TypeError,
+        r"counts_own_dispatches=1 .* True or False",
+    ),
     (lambda: qdq.Scenario(control=2), TypeError, r"control=2 is not a policy"),
-    (lambda: qdq.Scenario(n_servers=2), ValueError, r"treatment=PowerOfD\(d=3\) samples more servers"),
-    (lambda: qdq.Scenario(arrivals=qdq.Poisson(1.0)), ValueError, r"unstable under control=.* its load is 1 "),
-    (lambda: qdq.Scenario(n_servers=2, service_rates=[0.5, 1.5], control=qdq.PowerOfD(1), treatment=qdq.PowerOfD(2)),
-     ValueError, r"unstable under control=PowerOfD\(d=1\): its load is 1.6"),
-    (lambda: qdq.Scenario(arrivals=qdq.Poisson(0.9), service=qdq.ServiceTrace([1.0, 2.0])), ValueError, r"load is 1.35"),
-    (lambda: policy_from_dict({"type": "Magic"}), ValueError, r"type='Magic' is not allowed: type must be one of"),
+    (
+        lambda: qdq.Scenario(n_servers=2),
+        ValueError,
+        r"treatment=PowerOfD\(d=3\) samples more servers",
+    ),
+    (
+        lambda: qdq.Scenario(arrivals=qdq.Poisson(1.0)),
+        ValueError,
+        r"unstable under control=.* its load is 1 ",
+    ),
+    (
+        lambda: qdq.Scenario(
+            n_servers=2,
+            service_rates=[0.5, 1.5],
+            control=qdq.PowerOfD(1),
+            treatment=qdq.PowerOfD(2),
+        ),
+        ValueError,
+        r"unstable under control=PowerOfD\(d=1\): its load is 1.6",
+    ),
+    (
+        lambda: qdq.Scenario(arrivals=qdq.Poisson(0.9), service=qdq.ServiceTrace([1.0, 2.0])),
+        ValueError,
+        r"load is 1.35",
+    ),
+    (
+        lambda: policy_from_dict({"type": "Magic"}),
+        ValueError,
+        r"type='Magic' is not allowed: type must be one of",
+    ),
     (lambda: design_from_dict({"type": "Magic"}), ValueError, r"type='Magic'"),
-    (lambda: qdq.Scenario.from_dict({"speed": 3}), ValueError, r"scenario field='speed' is not allowed"),
+    (
+        lambda: qdq.Scenario.from_dict({"speed": 3}),
+        ValueError,
+        r"scenario field='speed' is not allowed",
+    ),
 ]
 
 
@@ -93,7 +181,11 @@ def test_unknown_fields_and_positional_scenarios_are_refused():
 
 
 def test_specifications_are_frozen():
-    for spec, name in [(qdq.Scenario(), "n_servers"), (qdq.PowerOfD(2), "d"), (qdq.Poisson(0.5), "rate")]:
+    for spec, name in [
+        (qdq.Scenario(), "n_servers"),
+        (qdq.PowerOfD(2), "d"),
+        (qdq.Poisson(0.5), "rate"),
+    ]:
         with pytest.raises(AttributeError):
             setattr(spec, name, 3)
     trace = qdq.ServiceTrace([1.0, 2.0])
@@ -119,7 +211,9 @@ def test_sampled_policies_follow_the_subset_condition(rates, d, lam):
             demand = n * lam * math.comb(size, d) / math.comb(n, d)
             worst = max(worst, demand / sum(rates[i] for i in servers))
     assert qdq.PowerOfD(d).load(np.array(rates), n * lam) == pytest.approx(worst, rel=1e-12)
-    assert qdq.ShortestExpectedDelay(d).load(np.array(rates), n * lam) == pytest.approx(worst, rel=1e-12)
+    assert qdq.ShortestExpectedDelay(d).load(np.array(rates), n * lam) == pytest.approx(
+        worst, rel=1e-12
+    )
 
 
 def test_loads_of_the_other_policies():
@@ -137,10 +231,14 @@ def test_loads_of_the_other_policies():
 
 def test_scenario_load_is_the_larger_and_counts_a_periodic_rate_by_its_mean():
     rates = [0.7] * 10 + [1.3] * 10
-    scenario = qdq.Scenario(arrivals=qdq.Periodic(0.6, 0.9, 50), service_rates=rates, control=qdq.PowerOfD(1))
+    scenario = qdq.Scenario(
+        arrivals=qdq.Periodic(0.6, 0.9, 50), service_rates=rates, control=qdq.PowerOfD(1)
+    )
     assert scenario.load == pytest.approx(0.6 / 0.7)
     assert qdq.Scenario(arrivals=qdq.Poisson(0.8)).load == pytest.approx(0.8)
-    assert qdq.Scenario(arrivals=qdq.Poisson(0.4), service=qdq.ServiceTrace([1.0, 3.0])).load == pytest.approx(0.8)
+    assert qdq.Scenario(
+        arrivals=qdq.Poisson(0.4), service=qdq.ServiceTrace([1.0, 3.0])
+    ).load == pytest.approx(0.8)
 
 
 def test_unstable_scenarios_must_be_asked_for_and_have_no_default_warm_up():

@@ -119,8 +119,12 @@ def test_periodic_arrivals_follow_the_rate_over_the_cycle():
 
 def test_the_warm_up_of_a_periodic_rate_ends_at_phase_zero():
     # With full amplitude the rate is zero at phase 3/4: few tasks arrive around there, warm-up included.
-    scenario = qdq.Scenario(n_servers=3, arrivals=qdq.Periodic(0.3, 1.0, 400.0), treatment=qdq.PowerOfD(3))
-    n, clock = kernels.warm_up_start(np.array([1, 2], np.uint32), kernels.PERIODIC, 0.9, 1.0, 400.0, 100.0)
+    scenario = qdq.Scenario(
+        n_servers=3, arrivals=qdq.Periodic(0.3, 1.0, 400.0), treatment=qdq.PowerOfD(3)
+    )
+    n, clock = kernels.warm_up_start(
+        np.array([1, 2], np.uint32), kernels.PERIODIC, 0.9, 1.0, 400.0, 100.0
+    )
     # Expected arrivals in the quarter cycle before time 0: 0.9 * 400 * (1/4 - 1/(2 pi)).
     assert clock < 0.9 * 400 * (0.25 - 1 / (2 * np.pi))
     assert n < 60
@@ -141,7 +145,10 @@ def test_the_warm_up_of_a_periodic_rate_ends_at_phase_zero():
 @settings(max_examples=40, deadline=None)
 def test_a_log_is_a_fcfs_history(seed, n, lam, n_servers, delay):
     scenario = qdq.Scenario(
-        n_servers=n_servers, arrivals=qdq.Poisson(lam), information_delay=delay, dispatch_delay=delay
+        n_servers=n_servers,
+        arrivals=qdq.Poisson(lam),
+        information_delay=delay,
+        dispatch_delay=delay,
     )
     log = qdq.simulate(scenario, qdq.Bernoulli(0.5), n, seed=seed, record=ALL)
     assert np.all(np.diff(log.arrival) >= 0)
@@ -190,7 +197,9 @@ def test_both_delays_equal_one_information_delay(own, policy):
 def test_counting_own_dispatches_without_a_delay_changes_nothing():
     scenario = qdq.Scenario(n_servers=6)
     one = qdq.simulate(scenario, qdq.Bernoulli(0.5), 5000, seed=6)
-    two = qdq.simulate(scenario.replace(counts_own_dispatches=True), qdq.Bernoulli(0.5), 5000, seed=6)
+    two = qdq.simulate(
+        scenario.replace(counts_own_dispatches=True), qdq.Bernoulli(0.5), 5000, seed=6
+    )
     same_columns(one, two)
 
 
@@ -200,8 +209,13 @@ def test_counting_own_dispatches_without_a_delay_changes_nothing():
 def test_policies_and_designs_share_their_draws():
     scenario = qdq.Scenario()
     logs = [
-        qdq.simulate(system, design, 2000, seed=7, warm_up=0.0, record=("service_time", "candidates"))
-        for system in (scenario, scenario.replace(control=qdq.PowerOfD(1), treatment=qdq.PowerOfD(3)))
+        qdq.simulate(
+            system, design, 2000, seed=7, warm_up=0.0, record=("service_time", "candidates")
+        )
+        for system in (
+            scenario,
+            scenario.replace(control=qdq.PowerOfD(1), treatment=qdq.PowerOfD(3)),
+        )
         for design in (qdq.Bernoulli(0.5), qdq.AllTreatment(), qdq.Switchback(5.0))
     ]
     for log in logs[1:]:
@@ -224,7 +238,9 @@ def test_doubling_the_warm_up_changes_nothing(lam):
     means = np.array(
         [
             [
-                qdq.simulate(scenario, qdq.AllControl(), 200, (9, j), warm_up=w).response_time.mean()
+                qdq.simulate(
+                    scenario, qdq.AllControl(), 200, (9, j), warm_up=w
+                ).response_time.mean()
                 for w in (warm_up, 2 * warm_up)
             ]
             for j in range(200)
@@ -259,7 +275,9 @@ def test_the_block_does_not_matter(monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 37)
     monkeypatch.setattr(module, "_WARM_UP_CHUNK", 101)
     two = qdq.simulate(scenario, qdq.Switchback(3.0), 3000, seed=10, record=ALL)
-    same_columns(one, two, ("arrival", "departure", "treated", "server", "queue_lengths", "carried_over"))
+    same_columns(
+        one, two, ("arrival", "departure", "treated", "server", "queue_lengths", "carried_over")
+    )
 
 
 @pytest.mark.parametrize("room", ["pool", "ring"])
@@ -337,7 +355,9 @@ def test_a_users_policy_sees_what_the_built_in_one_sees():
 def test_a_users_policy_that_chooses_no_candidate_is_stopped():
     with pytest.warns(UserWarning):
         scenario = qdq.Scenario(treatment=qdq.UserPolicy(nowhere))
-    with pytest.raises(ValueError, match="the UserPolicy chose, for task .* not among its candidates"):
+    with pytest.raises(
+        ValueError, match="the UserPolicy chose, for task .* not among its candidates"
+    ):
         qdq.simulate(scenario, qdq.Bernoulli(0.5), 100, seed=1, warm_up=0.0)
 
 
@@ -376,8 +396,14 @@ def test_pure_designs(design, arm):
 
 REPLAYED = [
     (qdq.Scenario(), qdq.Bernoulli(0.5)),
-    (qdq.Scenario(arrivals=qdq.Poisson(0.6), service_rates=[0.7] * 10 + [1.3] * 10), qdq.ServerSplit(0.4)),
-    (qdq.Scenario(arrivals=qdq.Periodic(0.7, 0.5, 30.0), information_delay=0.3), qdq.Switchback(7.0)),
+    (
+        qdq.Scenario(arrivals=qdq.Poisson(0.6), service_rates=[0.7] * 10 + [1.3] * 10),
+        qdq.ServerSplit(0.4),
+    ),
+    (
+        qdq.Scenario(arrivals=qdq.Periodic(0.7, 0.5, 30.0), information_delay=0.3),
+        qdq.Switchback(7.0),
+    ),
     (qdq.Scenario(control=qdq.RoundRobin(), treatment=qdq.JoinIdleQueue()), qdq.Bernoulli(0.2)),
     (qdq.Scenario(arrivals=qdq.ArrivalTrace(np.arange(3000) / 15.0)), qdq.Bernoulli(0.5)),
 ]
@@ -385,7 +411,9 @@ REPLAYED = [
 
 @pytest.mark.parametrize(("scenario", "design"), REPLAYED)
 def test_replay_under_the_same_assignment_returns_the_log(scenario, design):
-    record = tuple(name for name in ALL if name != "choices" or not isinstance(design, qdq.ServerSplit))
+    record = tuple(
+        name for name in ALL if name != "choices" or not isinstance(design, qdq.ServerSplit)
+    )
     log = qdq.simulate(scenario, design, 3000, seed=6, record=record)
     again = qdq.replay(scenario, log, treated=log.treated)
     names = ("arrival", "departure", "treated", "server", "service_time", "in_system", "candidates")
@@ -410,7 +438,9 @@ def test_replay_of_one_changed_task_changes_only_what_comes_after():
 
 def test_replay_of_an_outside_log_rebuilds_the_requirements():
     scenario = qdq.Scenario(service_rates=np.linspace(0.85, 1.15, 20), arrivals=qdq.Poisson(0.6))
-    log = qdq.simulate(scenario, qdq.Bernoulli(0.5), 4000, seed=8, warm_up=0.0, record=("candidates",))
+    log = qdq.simulate(
+        scenario, qdq.Bernoulli(0.5), 4000, seed=8, warm_up=0.0, record=("candidates",)
+    )
     outside = qdq.TaskLog(
         arrival=log.arrival,
         departure=log.departure,
@@ -432,9 +462,18 @@ BAD_CALLS = [
     (lambda s, log: qdq.simulate(s, qdq.Bernoulli(0.5), 0, seed=1), "n_tasks=0 is not allowed"),
     (lambda s, log: qdq.simulate(s, qdq.Bernoulli(0.5), 10, seed=-1), "seed=-1 is not allowed"),
     (lambda s, log: qdq.simulate(s, "bernoulli", 10, seed=1), "design='bernoulli' is not a design"),
-    (lambda s, log: qdq.simulate(0.8, qdq.Bernoulli(0.5), 10, seed=1), "scenario=0.8 is not a Scenario"),
-    (lambda s, log: qdq.simulate(s, qdq.Bernoulli(0.5), 10, 1, warm_up=-1), "warm_up=-1 is not allowed"),
-    (lambda s, log: qdq.simulate(s, qdq.Bernoulli(0.5), 10, 1, record=("queues",)), "record='queues'"),
+    (
+        lambda s, log: qdq.simulate(0.8, qdq.Bernoulli(0.5), 10, seed=1),
+        "scenario=0.8 is not a Scenario",
+    ),
+    (
+        lambda s, log: qdq.simulate(s, qdq.Bernoulli(0.5), 10, 1, warm_up=-1),
+        "warm_up=-1 is not allowed",
+    ),
+    (
+        lambda s, log: qdq.simulate(s, qdq.Bernoulli(0.5), 10, 1, record=("queues",)),
+        "record='queues'",
+    ),
     (
         lambda s, log: qdq.simulate(s, qdq.ServerSplit(), 10, 1, record="choices"),
         "record='choices' is not allowed under ServerSplit",
@@ -447,18 +486,27 @@ BAD_CALLS = [
     ),
     (
         lambda s, log: qdq.simulate(
-            s.replace(arrivals=qdq.ArrivalTrace(np.arange(9.0))), qdq.Bernoulli(0.5), 9, 1, warm_up=5
+            s.replace(arrivals=qdq.ArrivalTrace(np.arange(9.0))),
+            qdq.Bernoulli(0.5),
+            9,
+            1,
+            warm_up=5,
         ),
         "warm_up=5.0 is not allowed: warm_up must be 0 for an ArrivalTrace",
     ),
     (lambda s, log: qdq.replay(s, log, treated=[1, 0]), r"treated has shape \(2,\)"),
-    (lambda s, log: qdq.replay(s, log, treated=np.full(50, 2)), "treated holds something else than 0 and 1"),
+    (
+        lambda s, log: qdq.replay(s, log, treated=np.full(50, 2)),
+        "treated holds something else than 0 and 1",
+    ),
     (
         lambda s, log: qdq.replay(s.replace(information_delay=1.0), log, treated=True),
         "differs from the one that the log was simulated with in more than its policies",
     ),
     (
-        lambda s, log: qdq.replay(s, qdq.TaskLog(arrival=[1.0], departure=[2.0], treated=[True]), treated=True),
+        lambda s, log: qdq.replay(
+            s, qdq.TaskLog(arrival=[1.0], departure=[2.0], treated=[True]), treated=True
+        ),
         "the log has no column server",
     ),
     (
@@ -472,7 +520,9 @@ BAD_CALLS = [
     (
         lambda s, log: qdq.replay(
             s,
-            qdq.TaskLog(arrival=[1.0, 2.0], departure=[9.0, 3.0], treated=[True, False], server=[0, 0]),
+            qdq.TaskLog(
+                arrival=[1.0, 2.0], departure=[9.0, 3.0], treated=[True, False], server=[0, 0]
+            ),
             treated=True,
         ),
         "task 1 departs before the task ahead of it at server 0",
@@ -480,7 +530,9 @@ BAD_CALLS = [
     (
         lambda s, log: qdq.replay(
             s,
-            qdq.TaskLog(arrival=[1.0], departure=[2.0], treated=[True], server=[0], candidates=[[0, 1]]),
+            qdq.TaskLog(
+                arrival=[1.0], departure=[2.0], treated=[True], server=[0], candidates=[[0, 1]]
+            ),
             treated=True,
         ),
         "the log has 2 candidates a task and the policies look at 3",

@@ -331,9 +331,9 @@ def test_equal_logs_give_equal_files(tmp_path: Path, name: str) -> None:
 def test_a_csv_can_be_read_elsewhere(tmp_path: Path) -> None:
     log = small_log()
     log.write(tmp_path / "log.csv")
-    frame = pd.read_csv(tmp_path / "log.csv", skiprows=1, float_precision="round_trip")
+    frame = pd.read_csv(tmp_path / "log.csv", skiprows=1)
     assert list(frame.columns) == list(log.to_frame().columns)
-    assert frame["departure"].tolist() == log.departure.tolist()
+    np.testing.assert_allclose(frame["departure"], log.departure, rtol=1e-15, atol=0.0)
     assert frame["treated"].tolist() == [1, 0, 0, 1]
     first = (tmp_path / "log.csv").read_text().split("\n")[0]
     assert json.loads(first.removeprefix("# qdq "))["seed"] == [2**200, 7]
@@ -341,7 +341,7 @@ def test_a_csv_can_be_read_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_given_values_win_over_those_in_a_file(tmp_path: Path, name: str) -> None:
-    small_log(design=None).write(tmp_path / name)
+    small_log(design=None, queue_lengths=None).write(tmp_path / name)
     log = TaskLog.read(tmp_path / name, skip=0.2, propensity=0.7, n_servers=9)
     assert (log.skip, log.propensity, log.n_servers) == (0.2, 0.7, 9)
     log = TaskLog.from_frame(small_log().to_frame(), design=qdq.Bernoulli(0.25), time_unit="s")
@@ -426,8 +426,8 @@ def http(
     date: str = "06/Feb/2009:12:14:14",
 ) -> str:
     return (
-        f"Feb  6 12:14:14 localhost haproxy[14389]: 10.0.1.2:33317 [{date}.{ms:03d}] http-in {server} "
-        f'{timers} 200 2750 - - ---- 1/1/1/1/0 0/0{headers} "GET /a b?t=1 HTTP/1.1"\n'
+        f"Feb  6 12:14:14 localhost haproxy[14389]: 10.0.1.2:33317 [{date}.{ms:03d}] http-in "
+        f'{server} {timers} 200 2750 - - ---- 1/1/1/1/0 0/0{headers} "GET /a b?t=1 HTTP/1.1"\n'
     )
 
 
@@ -586,7 +586,7 @@ MALFORMED: list[tuple[str, str | bytes, str]] = [
     (
         "a.log",
         http() + http(timers="10/0/0/0/9"),
-        ", line 2, column 'Ta': 0.009 is before the arrival",
+        ", line 2, column 'Ta': -0.001 is before the arrival",
     ),
     (
         "a.log",
@@ -627,7 +627,7 @@ def test_malformed_files_are_refused_with_line_and_column(
 
 
 def test_there_are_enough_malformed_logs() -> None:
-    assert len({(text, message) for _, text, message in MALFORMED}) == len(MALFORMED) > 40
+    assert len(set(MALFORMED)) == len(MALFORMED) > 40
 
 
 @pytest.mark.parametrize("name", ["a.csv.gz", "a.log.gz"])
@@ -665,7 +665,6 @@ def test_a_csv_and_a_parquet_that_were_cut_are_refused(tmp_path: Path) -> None:
 
 FRAME = {"arrival": [0.0, 1.0], "departure": [1.0, 2.0], "treated": [1, 0]}
 BAD_FRAMES: list[tuple[dict[str, Any], str]] = [
-    ({"departure": [1.0, "x"]}, "row 1, column 'departure': 'x' is not a number"),
     ({"departure": ["1", "2"]}, "row 0, column 'departure': '1' is not a number"),
     ({"departure": [1.0, None]}, "row 1, column 'departure': is missing or not a number"),
     ({"departure": [1.0, 0.5]}, "row 1, column 'departure': 0.5 is before the arrival, 1.0"),
@@ -690,8 +689,6 @@ def test_malformed_frames_and_parquets_are_refused_with_row_and_column(
     def read() -> TaskLog:
         if kind == "frame":
             return TaskLog.from_frame(frame)
-        if frame["departure"].map(type).nunique() > 1:
-            pytest.skip("Parquet holds no columns of mixed types")
         frame.to_parquet(tmp_path / "a.parquet", index=False)
         return TaskLog.read(tmp_path / "a.parquet")
 
@@ -703,13 +700,15 @@ def test_malformed_frames_and_parquets_are_refused_with_row_and_column(
 def test_other_malformed_frames() -> None:
     with pytest.raises(TypeError, match="frame is a dict: it must be a pandas DataFrame"):
         TaskLog.from_frame(FRAME)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="frame, row 1, column 'departure': 'x' is not a number"):
+        TaskLog.from_frame(pd.DataFrame(FRAME | {"departure": [1.0, "x"]}))
     with pytest.raises(ValueError, match="frame has no rows"):
         TaskLog.from_frame(pd.DataFrame(FRAME).iloc[:0])
     with pytest.raises(ValueError, match="frame: column 'treated' is missing; found arrival, dep"):
         TaskLog.from_frame(pd.DataFrame(FRAME).drop(columns="treated"))
+    twice = pd.concat([pd.DataFrame(FRAME), pd.DataFrame(FRAME)], axis=1)
     with pytest.raises(ValueError, match="frame: column 'arrival' is there more than once"):
-        frame = pd.DataFrame(FRAME)
-        TaskLog.from_frame(pd.concat([frame, frame[["arrival"]]], axis=1))
+        TaskLog.from_frame(twice)
     with pytest.raises(ValueError, match="frame has 3 rows and should have 4"):
         TaskLog.from_frame(small_log().to_frame().iloc[1:])
 
@@ -744,8 +743,8 @@ def test_what_frames_may_hold() -> None:
 
 def test_what_a_csv_may_hold(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    text = '\ufeff"treated", arrival ,departure,note,note\r\n\r\nTrue, 1e-1 ,0.3,"a,b",\r\n0,2,3,,x\r\n'
-    path.write_text(text, newline="")
+    text = '\ufeff"treated", arrival ,departure,note,note\r\n\r\nTrue, 1e-1 ,0.3,"a,b",\r\n'
+    path.write_text(text + "0,2,3,,x\r\n", newline="")
     log = TaskLog.read(path, skip=1.0, propensity=0.5, n_servers=4)
     expected = TaskLog(
         arrival=[0.1, 2.0],
@@ -840,10 +839,11 @@ def test_http_lines(tmp_path: Path, packed: bool) -> None:
         # The manual's own example, the arm added to its captured headers.
         http(655, timers="10/0/30/69/109"),
         # No syslog before it, a cookie, IPv6, a redispatch, a longer wait; ends past midnight.
-        "::1:4 [06/Feb/2009:23:59:59.999] http-in~ app/s10 0/1230/7/147/70000 502 +24 a=b - PH-- 3/3/3/1/+2"
-        ' 0/9 {|0} "GET / HTTP/1.0" extra 1\n',
+        "::1:4 [06/Feb/2009:23:59:59.999] http-in~ app/s10 0/1230/7/147/70000 502 +24 a=b - PH--"
+        ' 3/3/3/1/+2 0/9 {|0} "GET / HTTP/1.0" extra 1\n',
         http(655, server="app/s2", timers="0/0/0/0/0", headers=" {a b|Treatment}"),
-        'unix:1 [07/Feb/2009:00:00:00.000] f app/s10 1/0/0/0/1 200 2 - - ---- 1/1/1/1/0 0/0 {x|CONTROL|1} ""\n',
+        "unix:1 [07/Feb/2009:00:00:00.000] f app/s10 1/0/0/0/1 200 2 - - ---- 1/1/1/1/0 0/0"
+        ' {x|CONTROL|1} ""\n',
     ]
     data = "".join(lines).encode()
     path = tmp_path / "a.log.gz"  # told by its first bytes, not by its name

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb, to_rgba
+from numpy.testing import assert_allclose
+
+from qdq import estimators, figures
+
+
+@pytest.fixture(autouse=True)
+def style() -> Iterator[None]:
+    """Draw in the book's style, and leave nothing behind."""
+    with plt.rc_context():
+        figures.use_style()
+        yield
+        plt.close("all")
+
+
+def lines(axes: plt.Axes, colour: str) -> list[np.ndarray]:
+    """Return the points of the lines of a colour."""
+    return [
+        np.column_stack(line.get_data()).astype(float)
+        for line in axes.lines
+        if to_rgba(line.get_color()) == to_rgba(colour)
+    ]
+
+
+def luminance(colour: str) -> float:
+    parts = np.array(to_rgb(colour))
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def test_every_method_has_a_style_of_its_own() -> None:
+    assert set(figures.METHODS) == set(estimators.METHODS)
+    for part in ("label", "colour", "marker"):
+        assert len({getattr(style, part) for style in figures.METHODS.values()}) == 6
+
+
+def test_the_ground_is_opaque_white(tmp_path) -> None:
+    figure, _ = plt.subplots()
+    figure.savefig(tmp_path / "figure.png")
+    pixels = plt.imread(tmp_path / "figure.png")
+    assert_allclose(pixels[0, 0], [1.0, 1.0, 1.0, 1.0][: pixels.shape[2]])
+    # Colours stand out from it by 2 : 1 at least (text, which needs more, is dark).
+    for style in figures.METHODS.values():
+        assert 1.05 / (luminance(style.colour) + 0.05) > 2.0
+
+
+def test_type_is_legible_on_a_phone() -> None:
+    # A phone shows the figure some 360 px wide: how many of them are the letters of an axis high?
+    points = min(plt.rcParams["xtick.labelsize"], plt.rcParams["legend.fontsize"])
+    assert points / 72.0 / figures.WIDTH * 360.0 >= 9.0
+
+
+def frame_of(methods: list[str]) -> pd.DataFrame:
+    value = -np.arange(1.0, len(methods) + 1.0)
+    columns = {"method": methods, "value": value, "low": value - 0.2, "high": value + 0.1}
+    return pd.DataFrame(columns)
+
+
+def test_intervals_are_where_the_numbers_are() -> None:
+    axes = figures.intervals(frame_of(["dq_mixed", "naive"]), truth=-1.5)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["naive", "mixed DQ"]
+    interval, estimate = lines(axes, figures.METHODS["dq_mixed"].colour)
+    assert_allclose(interval, [[-1.2, 1.0], [-0.9, 1.0]])
+    assert_allclose(estimate, [[-1.0, 1.0]])
+    (truth,) = lines(axes, figures.TRUTH)
+    assert_allclose(truth[:, 0], -1.5)
+
+
+def test_intervals_go_where_they_are_told() -> None:
+    _, axes = plt.subplots()
+    assert figures.intervals(frame_of(["naive"]), 0.0, axes=axes) is axes
+
+
+def test_intervals_refuse_two_rows_of_a_method() -> None:
+    with pytest.raises(ValueError, match="frame has 2 rows for 1 methods"):
+        figures.intervals(frame_of(["naive", "naive"]), 0.0)
+
+
+def test_unknown_methods_are_refused() -> None:
+    frame = pd.DataFrame({"method": ["dq"], "x": [0.0], "y": [0.0], "panel": ["one"]})
+    right = "method='dq' is not allowed: method must be one of naive"
+    with pytest.raises(ValueError, match=right):
+        figures.intervals(frame_of(["dq"]), 0.0)
+    with pytest.raises(ValueError, match=right):
+        figures.violins({"dq": [1.0, 2.0]}, 0.0)
+    with pytest.raises(ValueError, match=right):
+        figures.small_multiples(frame, x="x", y="y", panel="panel")
+
+
+def test_violins_show_middle_half_mean_and_truth() -> None:
+    values = np.arange(101.0)
+    axes = figures.violins({"switchback": values - 50.0, "naive": values**2}, truth=3.0)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["naive", "switchback"]
+    naive, switchback = lines(axes, "#222222")
+    assert_allclose(naive, [[25.0**2, 0.0], [75.0**2, 0.0]])
+    assert_allclose(switchback, [[-25.0, 1.0], [25.0, 1.0]])
+    means = np.concatenate(lines(axes, "white"))
+    assert_allclose(means, [[np.mean(values**2), 0.0], [0.0, 1.0]], atol=1e-12)
+    (truth,) = lines(axes, figures.TRUTH)
+    assert_allclose(truth[:, 0], 3.0)
+    bodies = [to_rgba(body.get_facecolor()[0]) for body in axes.collections]
+    assert bodies == [to_rgba(figures.METHODS[m].colour) for m in ("naive", "switchback")]
+
+
+def test_violins_need_two_estimates() -> None:
+    with pytest.raises(ValueError, match="naive has 1 estimates: a violin needs at least 2"):
+        figures.violins({"naive": [1.0]}, 0.0)
+
+
+def grid_of() -> pd.DataFrame:
+    rows = [
+        {"method": method, "load": load, "pair": pair, "rmse": load * rank, "error": 0.01}
+        for pair in ("2 vs 3", "1 vs 2", "2 vs 5")
+        for rank, method in enumerate(("dq_mixed", "naive"), 1)
+        for load in (0.9, 0.5)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_small_multiples_draw_each_line_in_its_panel() -> None:
+    figure = figures.small_multiples(
+        grid_of(), x="load", y="rmse", panel="pair", error="error", log=True, labels={"rmse": "R"}
+    )
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title() for axes in shown] == ["2 vs 3", "1 vs 2", "2 vs 5"]
+    assert shown[0].get_yscale() == "log"
+    (mixed,) = lines(shown[1], figures.METHODS["dq_mixed"].colour)
+    (naive,) = lines(shown[1], figures.METHODS["naive"].colour)
+    assert_allclose(mixed[:, 1], [0.5, 0.9])
+    assert_allclose(naive[:, 1], [1.0, 1.8])
+    # Beside each other, and by no more than the eye needs.
+    assert_allclose(mixed[:, 0], [0.5, 0.9], atol=0.01)
+    assert (naive[:, 0] < mixed[:, 0]).all()
+    (_, bars) = (container.lines[2][0] for container in shown[1].containers)
+    assert_allclose(bars.get_segments()[0][:, 1], [0.5 - 0.02, 0.5 + 0.02])
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["naive", "mixed DQ"]
+    assert figure.get_supylabel() == "R"
+    assert figure.get_supxlabel() == "load"
+
+
+def test_small_multiples_take_a_single_x() -> None:
+    frame = grid_of()
+    figures.small_multiples(frame[frame["load"] == 0.9], x="load", y="rmse", panel="pair")
+
+
+def test_tables_are_rounded_and_always_the_same() -> None:
+    frame = pd.DataFrame({"name": ["<a>", "b"], "value": [1234.5678, np.nan]})
+    first, second = (figures.table(frame, decimals=2)._repr_html_() for _ in range(2))
+    assert first == second
+    assert "1,234.57" in first
+    assert "NaN" not in first
+    assert "&lt;a&gt;" in first
+    assert "1234" in repr(figures.table(frame))
+    with pytest.raises(ValueError, match="decimals=-1 is not allowed"):
+        figures.table(frame, decimals=-1)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (-0.35812, 0.0112, "-0.358 (0.011)"),
+        (12.3, 0.25, "12.30 (0.25)"),
+        (1234.0, 56.0, "1234 (56)"),
+        (0.5, 0.0, "0.5000 (0.0000)"),
+        (float("nan"), 0.1, ""),
+        (0.1, float("inf"), ""),
+    ],
+)
+def test_numbers_are_written_to_the_digits_of_their_error(
+    value: float, error: float, text: str
+) -> None:
+    assert figures.with_error(value, error) == text
