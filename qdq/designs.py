@@ -34,8 +34,8 @@ class Bernoulli(Design):
     Parameters
     ----------
     propensity : float, default 0.5
-        Probability of treatment, strictly between 0 and 1. It is applied to a 32-bit draw, so it is exact to
-        within 2.4e-10.
+        Probability of treatment, strictly between 0 and 1. It is applied to a 32-bit draw, so it is
+        exact to within 2.4e-10.
     """
 
     propensity: float = 0.5
@@ -51,7 +51,8 @@ class Switchback(Design):
     Parameters
     ----------
     period : float
-        Length of a period, in time units, > 0. Periods are counted from time 0, where the log begins.
+        Length of a period, in time units, > 0. Periods are counted from time 0, where the log
+        begins.
     propensity : float, default 0.5
         Probability that a period is treated, strictly between 0 and 1.
     """
@@ -74,8 +75,8 @@ class ServerSplit(Design):
     Parameters
     ----------
     share : float, default 0.5
-        Share of the servers that treatment gets, strictly between 0 and 1; rounded to whole servers, with at
-        least as many servers in each arm as either policy samples.
+        Share of the servers that treatment gets, strictly between 0 and 1; rounded to whole
+        servers, with at least as many servers in each arm as either policy samples.
     """
 
     share: float = 0.5
@@ -95,8 +96,9 @@ class ServerSplit(Design):
     ) -> NDArray[np.bool_]:
         """Draw which servers treatment gets.
 
-        The servers are put in order of their rates, those of equal rate at random, and treatment takes every
-        1/share-th of them from a random start: so each stretch of rates is shared alike.
+        The servers are put in order of their rates, those of equal rate at random, and treatment
+        takes every 1/share-th of them from a random start: so each stretch of rates is shared
+        alike.
 
         Parameters
         ----------
@@ -118,7 +120,8 @@ class ServerSplit(Design):
         fewest = max(scenario.control.min_servers, scenario.treatment.min_servers)
         if n < 2 * fewest:
             raise ValueError(
-                f"n_servers={n} is too few for {self!r}: each arm needs at least {fewest} servers of its own"
+                f"n_servers={n} is too few for {self!r}: each arm needs at least {fewest} servers "
+                f"of its own"
             )
         count = min(max(round(self.share * n), fewest), n - fewest)
         draw = np.random.Generator(np.random.Philox(stream))
@@ -148,7 +151,8 @@ class ServerSplit(Design):
             load = policy.load(rates[mine], scenario.total_arrival_rate * share)
             if load >= 1.0:
                 raise ValueError(
-                    f"{self!r} leaves {name} with {int(mine.sum())} servers at load {load:.4g}: it must be "
+                    f"{self!r} leaves {name} with {int(mine.sum())} servers at load {load:.4g}: it "
+                    f"must be "
                     "below 1 (or set allow_unstable=True and give warm_up)"
                 )
 

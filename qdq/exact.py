@@ -114,8 +114,8 @@ class SmallChain:
         Size, in time units, of the error that the truncation makes in a mean response: the
         probability that a server is full, times (truncation + 1) / (rate * (1 - load)), summed
         over servers of different rates; the largest over the treated shares 0, `propensity` and 1.
-        For random routing this is the error itself up to a factor near 1; in the slope it can be
-        larger by a factor of about 1 / (1 - load).
+        For random routing with equal rates this is n_servers / load times the error itself; the
+        error of a slope can be larger, by a factor of about 1 / (1 - load).
     """
 
     scenario: Scenario
@@ -648,8 +648,8 @@ def mean_field_response(load: float, d: int) -> float:
     """Return the mean response time of power-of-d in the limit of many servers.
 
     In mean service times; Poisson arrivals, exponential service, equal rates. In the limit, the
-    share of servers with at least k tasks is load ** ((d^k - 1) / (d - 1)). N servers differ by O(1/N), see
-    `refined_mean_field_response`.
+    share of servers with at least k tasks is load ** ((d^k - 1) / (d - 1)). N servers differ by
+    O(1/N), see `refined_mean_field_response`.
 
     Parameters
     ----------
@@ -863,15 +863,19 @@ def true_effect(
     n_jobs = validation.integer("n_jobs", n_jobs, "a number of threads >= 1", at_least=1)
     if scenario.load >= 1.0:
         raise ValueError(
-            f"scenario has load {scenario.load:.4g}: an unstable system has no long-run mean response"
+            f"scenario has load {scenario.load:.4g}: it must be below 1, since an unstable system "
+            "has no long-run mean response"
         )
     for name in ("control", "treatment"):
         if _mean_is_infinite(scenario, getattr(scenario, name)):
+            load, policy = scenario.load, getattr(scenario, name)
             raise ValueError(
                 f"service={scenario.service!r} has an infinite variance, so the mean response "
-                f"under {name}={getattr(scenario, name)!r} at load {scenario.load:.4g} is infinite: "
-                "service must have a finite variance (for Pareto, shape > 2), or the policies must "
-                "compare two or more servers, at a load that all servers but one can carry"
+                f"under "
+                f"{name}={policy!r} at load {load:.4g} is infinite: service must have a finite "
+                "variance (for Pareto, shape > 2), or the policies must compare two or more "
+                "servers "
+                "at a load that all servers but one can carry"
             )
     exact = [
         _exact_response(scenario, scenario.control),

@@ -9,8 +9,8 @@ summed over groups of neighbours (equal runs of tasks, or the periods of a switc
 groups are taken as independent.
 
 A *difference of truncated sums* gets the plug-in variance, as if the windows were independent. They
-overlap, but the labels ``Z_i`` are drawn independently of each other and of all that came before, so
-the terms ``(Z_i - p) Q_i`` are nearly uncorrelated.
+overlap, but the labels ``Z_i`` are drawn independently of each other and of all that came before,
+so the terms ``(Z_i - p) Q_i`` are nearly uncorrelated.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Every jitted function of qdq, and nothing else.
 
-All kernels live in this one file because numba's disk cache notices an edit of the file that holds a
-function but not of the files it calls into: with one file, a cached kernel is never stale.
+All kernels live in this one file because numba's disk cache notices an edit of the file that holds
+a function but not of the files it calls into: with one file, a cached kernel is never stale.
 
 Rules the kernels keep: plain typed loops, arrays and scalars in, arrays and scalars out; only
-``+ - * /``, ``sqrt`` and the polynomial ``log``, ``exp`` and ``sin`` below, never ``fastmath``, so that
-the bits agree between processors and with the same function run uncompiled; no exception is raised in a
-loop, a status code is returned instead; nothing is global and nothing is drawn from a generator that has
-a state.
+``+ - * /``, ``sqrt`` and the polynomial ``log``, ``exp`` and ``sin`` below, never ``fastmath``, so
+that the bits agree between processors and with the same function run uncompiled; no exception is
+raised in a loop, a status code is returned instead; nothing is global and nothing is drawn from a
+generator that has a state.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-# error_model="numpy": a division must not branch to an exception, or the loop around it is not vectorised.
-# nogil: replications run side by side in threads.
+# error_model="numpy": a division must not branch to an exception, or the loop around it is not
+# vectorised. nogil: replications run side by side in threads.
 jit = njit(cache=True, nogil=True, error_model="numpy")
 
 
-# ---------------------------------------------------------------------------------------------------
-# Codes shared with the Python face
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# - Codes shared with the Python face
+# --------------------------------------------------------------------------------------------------
+# -
 
 POWER_OF_D = 0
 SHORTEST_EXPECTED_DELAY = 1
@@ -53,13 +54,14 @@ FINISHED = 0
 NEEDS_ROOM = 1
 BAD_CHOICE = 2
 
-# ---------------------------------------------------------------------------------------------------
-# Random draws: a counter-based generator and elementary functions
+# --------------------------------------------------------------------------------------------------
+# - Random draws: a counter-based generator and elementary functions
 #
-# Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011) turns a key and a counter into four 32-bit words. The key
-# belongs to a replication; the counter is (task, purpose, part). So any draw of any task can be made alone,
-# in any order and by any thread, and two policies meet the same draws.
-# ---------------------------------------------------------------------------------------------------
+# Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011) turns a key and a counter into four 32-bit words.
+# The key belongs to a replication; the counter is (task, purpose, part). So any draw of any task
+# can be made alone, in any order and by any thread, and two policies meet the same draws.
+# --------------------------------------------------------------------------------------------------
+# -
 
 LOW32 = np.uint64(0xFFFFFFFF)
 BITS32 = np.uint64(32)
@@ -73,7 +75,9 @@ COUNTER_OFFSET = 1 << 62
 
 # The purposes, the third word of the counter.
 DRAW_TIMES = 0  # gap between arrivals (words 0, 1) and service requirement (words 2, 3)
-DRAW_ROUTE = 1  # part 0: treatment (word 0) and candidates 0 to 2; part k: candidates 4k - 1 to 4k + 2
+DRAW_ROUTE = (
+    1  # part 0: treatment (word 0) and candidates 0 to 2; part k: candidates 4k - 1 to 4k + 2
+)
 DRAW_TIES = 2  # choice among tied servers, and the u of a user's policy (words 0, 1)
 DRAW_ANGLE = 3  # second uniform of a normal (words 0, 1)
 DRAW_PERIOD = 4  # treatment of a switchback period (word 0)
@@ -133,8 +137,8 @@ def uniform(high, low):
 def log(x):
     """Return the natural logarithm of a positive normal number.
 
-    x = 2^e m with m in [sqrt(1/2), sqrt(2)) and log m = 2 artanh(s), s = (m - 1) / (m + 1), by its power
-    series; s^2 is below 0.0295, so the term after the last kept is below 1e-18 of the sum.
+    x = 2^e m with m in [sqrt(1/2), sqrt(2)) and log m = 2 artanh(s), s = (m - 1) / (m + 1), by its
+    power series; s^2 is below 0.0295, so the term after the last kept is below 1e-18 of the sum.
     """
     shifted = np.float64(x).view(np.uint64) + (ONE_BITS - SQRT_HALF_BITS)
     e = np.uint64((shifted >> BITS52) | TWO52_BITS).view(np.float64) - (TWO52 + 1023.0)
@@ -175,17 +179,19 @@ def sin_turns(x):
     return y * series
 
 
-# ---------------------------------------------------------------------------------------------------
-# What is drawn for a block of tasks
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# - What is drawn for a block of tasks
+# --------------------------------------------------------------------------------------------------
+# -
 
 
 @jit
 def periodic_time(count, rate, amplitude, period):
     """Return the time at which the expected number of arrivals since time 0 is `count`.
 
-    In cycles, tau + amplitude / (2 pi) (1 - cos(2 pi tau)) = count / (rate period): whole cycles apart, by
-    Newton steps, halving the bracket instead wherever a step would leave it (the rate may touch zero).
+    In cycles, tau + amplitude / (2 pi) (1 - cos(2 pi tau)) = count / (rate period): whole cycles
+    apart, by Newton steps, halving the bracket instead wherever a step would leave it (the rate may
+    touch zero).
     """
     cycles = count / (rate * period)
     whole = np.floor(cycles)
@@ -211,10 +217,10 @@ def periodic_time(count, rate, amplitude, period):
 
 @jit
 def warm_up_start(key, arrival_kind, rate, amplitude, period, warm_up):
-    """Return how many tasks arrive in [-warm_up, 0), and the expected arrivals between the first and time 0.
+    """Return the number of arrivals in [-warm_up, 0), and that expected from the first to time 0.
 
-    A Poisson process is drawn backwards from time 0, so that a longer warm-up leaves the later tasks, and
-    all logged ones, with the draws that they had.
+    A Poisson process is drawn backwards from time 0, so that a longer warm-up leaves the later
+    tasks, and all logged ones, with the draws that they had.
     """
     size = 1024
     w0 = np.empty(size, np.uint64)
@@ -240,8 +246,8 @@ def warm_up_start(key, arrival_kind, rate, amplitude, period, warm_up):
 def draw_arrivals(kind, rate, amplitude, period, first, clock, w0, w1, trace, arrival):
     """Fill `arrival` with the times of tasks first, first + 1, ...; return the clock after them.
 
-    The clock counts expected arrivals. Tasks of a warm-up come before their gap, the others after it, since
-    the warm-up is drawn backwards from time 0.
+    The clock counts expected arrivals. Tasks of a warm-up come before their gap, the others after
+    it, since the warm-up is drawn backwards from time 0.
     """
     for j in range(arrival.size):
         if kind == ARRIVAL_TRACE:
@@ -299,7 +305,7 @@ def draw_requirements(kind, a, b, key, first, w2, w3, trace, requirement):
 
 @jit
 def draw_treated(kind, threshold, period, key, first, w0, arrival, given, treated):
-    """Fill `treated` with 0 or 1 for tasks first, first + 1, ..., whose first routing words are w0."""
+    """Fill `treated` with 0 or 1 for tasks first, first + 1, ...; w0 are their routing words."""
     if kind == ASSIGN_BY_TASK:
         for j in range(treated.size):
             treated[j] = w0[j] < threshold
@@ -334,10 +340,11 @@ def draw_ties(key, first, w0, w1, w2, w3, tie):
 def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, candidates):
     """Fill candidates[c, j] with the c-th server in the random order of task first + j.
 
-    The order is that of a Fisher-Yates shuffle of the arm's servers: step c swaps positions c and c + k_c,
-    k_c uniform below n - c. The shuffle itself is not done; position c + k_c is traced back through the
-    earlier swaps, or, where many candidates are asked for, done on one array and undone. A multiple of a
-    32-bit word picks k_c, so a probability is off by at most n / 2^32 of itself.
+    The order is that of a Fisher-Yates shuffle of the arm's servers: step c swaps positions c and c
+    + k_c, k_c uniform below n - c. The shuffle itself is not done; position c + k_c is traced back
+    through the earlier swaps, or, where many candidates are asked for, done on one array and
+    undone. A multiple of a 32-bit word picks k_c, so a probability is off by at most n / 2^32 of
+    itself.
     """
     depth, size = candidates.shape
     v0 = np.empty(size, np.uint64)
@@ -364,7 +371,8 @@ def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, candida
             else:
                 word = v3
         for j in range(size):
-            # Clamped at the last position: an arm with fewer servers than `depth` leaves the rest unused.
+            # Clamped at the last position: an arm with fewer servers than `depth` leaves the rest
+            # unused.
             left = max(n_members[treated[j]] - c, 1)
             candidates[c, j] = c + np.int64((word[j] * np.uint64(left)) >> BITS32)
     if depth <= 12:
@@ -394,22 +402,24 @@ def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, candida
                 order[c] = c
 
 
-# ---------------------------------------------------------------------------------------------------
-# Dispatching tasks
+# --------------------------------------------------------------------------------------------------
+# - Dispatching tasks
 #
-# A FCFS server needs no events: a task that joins at t starts at max(t, departure of the task before it)
-# and departs a service time later (Lindley), so its departure is known when it is assigned. Tasks in system
-# at time s are the departures after s. Each server keeps its 8 newest departures, newest first, in a line
-# of 64 bytes, and those are counted without a branch; the rare older ones that are still after s wait in
-# `overflow`, one queue a server in a shared pool.
+# A FCFS server needs no events: a task that joins at t starts at max(t, departure of the task
+# before it) and departs a service time later (Lindley), so its departure is known when it is
+# assigned. Tasks in system at time s are the departures after s. Each server keeps its 8 newest
+# departures, newest first, in a line of 64 bytes, and those are counted without a branch; the rare
+# older ones that are still after s wait in `overflow`, one queue a server in a shared pool.
 #
-# Delays: a task that reaches its server b after its arrival, seen a later, is the same as one that joins at
-# once, seen a + b later, and departs b later than it would. So the loop knows one delay, a + b.
-# ---------------------------------------------------------------------------------------------------
+# Delays: a task that reaches its server b after its arrival, seen a later, is the same as one that
+# joins at once, seen a + b later, and departs b later than it would. So the loop knows one delay, a
+# + b.
+# --------------------------------------------------------------------------------------------------
+# -
 
 
 class System(NamedTuple):
-    """What `run` needs to know of scenario and design. Arms: row or entry 0 is control, 1 treatment."""
+    """What `run` needs to know of scenario and design. Row 0 is control, row 1 treatment."""
 
     key: NDArray[np.uint32]  # (2,) of the replication
     arrival_kind: int
@@ -439,7 +449,7 @@ class System(NamedTuple):
 
 
 class State(NamedTuple):
-    """The servers and what the dispatcher knows, between two tasks. `run` changes the arrays in place."""
+    """The servers and what the dispatcher knows of them. `run` changes the arrays in place."""
 
     clock: NDArray[np.float64]  # (1,) expected arrivals since time 0
     lines: NDArray[np.float64]  # (N, 8) newest departures, newest first
@@ -450,7 +460,8 @@ class State(NamedTuple):
     pool_next: NDArray[np.int64]  # (M,) next newer of the same server, or next free
     pool_free: NDArray[np.int64]  # (1,) first free entry, or -1
     pointer: NDArray[np.int64]  # (2,) round robin
-    # Dispatches that the dispatcher does not see yet (only with a delay): a ring, and totals by server.
+    # Dispatches that the dispatcher does not see yet (only with a delay): a ring, and totals by
+    # server.
     ring: NDArray[np.int64]  # (2,) entries ever popped and ever pushed
     ring_time: NDArray[np.float64]
     ring_server: NDArray[np.int64]
@@ -462,7 +473,7 @@ class State(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What `run` writes, row i for task start + i. Optional arrays have length 0 where not asked for."""
+    """What `run` writes, row i for task start + i. Arrays not asked for have length 0."""
 
     arrival: NDArray[np.float64]
     departure: NDArray[np.float64]
@@ -495,8 +506,8 @@ def tasks_after(s, time, lines, overflow_count, overflow_head, pool, pool_next, 
 def run(system, state, record, start, stop, block, choose_control, choose_treatment):
     """Draw and dispatch the tasks start, ..., stop - 1; return (status, task reached).
 
-    With status NEEDS_ROOM the pool or the ring is full: enlarged, the run goes on from the task reached.
-    `choose_control` and `choose_treatment` are the user's compiled policies, or None.
+    With status NEEDS_ROOM the pool or the ring is full: enlarged, the run goes on from the task
+    reached. `choose_control` and `choose_treatment` are the user's compiled policies, or None.
     """
     depth = system.depth
     delay = system.delay
@@ -634,7 +645,11 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                     popped += 1
 
             z = Z[j]
-            if keeps_lengths or (scans1 if z == 1 else scans0) or (both_choices and (scans0 or scans1)):
+            if (
+                keeps_lengths
+                or (scans1 if z == 1 else scans0)
+                or (both_choices and (scans0 or scans1))
+            ):
                 for s in range(n_servers):
                     q = tasks_after(
                         s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
@@ -661,11 +676,20 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                     for c in range(depth if depth <= 4 else d):
                         s = C[c, j]
                         q = tasks_after(
-                            s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
+                            s,
+                            seen_at,
+                            lines,
+                            overflow_count,
+                            overflow_head,
+                            pool,
+                            pool_next,
+                            pool_free,
                         )
                         if hides:
                             q -= unseen[s]
-                        value = (q + 1) / rates[s] if policy == SHORTEST_EXPECTED_DELAY else float(q)
+                        value = (
+                            (q + 1) / rates[s] if policy == SHORTEST_EXPECTED_DELAY else float(q)
+                        )
                         better = value < least and c < d
                         least = value if better else least
                         choice = s if better else choice
@@ -673,7 +697,9 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                     choice = members[arm, pointer[arm]]
                 elif policy == USER_POLICY:
                     mine = C[: n_members[arm], j].copy()
-                    if choose_control is not None:
+                    if (
+                        choose_control is not None
+                    ):  # apart from the arm, so that None is never called
                         if arm == 0:
                             choice = int(choose_control(lengths, work, rates, mine, tie[j]))
                     if choose_treatment is not None:
@@ -685,7 +711,7 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                     if not allowed:
                         status = BAD_CHOICE
                         choice = 0
-                else:  # the least of all servers; of the tied in increasing order the nth, n uniform
+                else:  # the least of all servers; among the tied, the nth, n uniform
                     tied = 0
                     for c in range(n_members[arm]):
                         s = members[arm, c]
@@ -762,20 +788,31 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
             # Stopped inside the block: the clock as it stands before the task reached.
             philox_block(system.key, DRAW_TIMES, 0, first, w0, w1, w2, w3)
             state.clock[0] = draw_arrivals(
-                POISSON, 1.0, 0.0, 0.0, first, clock_before, w0, w1, system.arrival_trace, A[: stop - first]
+                POISSON,
+                1.0,
+                0.0,
+                0.0,
+                first,
+                clock_before,
+                w0,
+                w1,
+                system.arrival_trace,
+                A[: stop - first],
             )
     state.ring[0] = popped
     state.ring[1] = pushed
     return status, stop
 
 
-# The same loop for scenarios with a user's policy: its type is new in every process, so nothing is cached.
+# The same loop for scenarios with a user's policy: its type is new in every process, so nothing is
+# cached.
 run_with_user_policy = njit(nogil=True, error_model="numpy")(getattr(run, "py_func", run))
 
 
-# ---------------------------------------------------------------------------------------------------
-# Tasks in system and estimation: one pass over a log
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# - Tasks in system and estimation: one pass over a log
+# --------------------------------------------------------------------------------------------------
+# -
 
 
 @jit
@@ -920,9 +957,7 @@ def start_of_service(arrival, departure, server, delay, free):
 
 
 @jit
-def window_moments(
-    arrival, departure, queue, treated, first, horizon, scale, by_duration
-):
+def window_moments(arrival, departure, queue, treated, first, horizon, scale, by_duration):
     """Moments of both truncated sums over all windows of each arm, in one pass.
 
     Window i, from `first` to n - horizon - 1, holds the response W_i + ... + W_{i+horizon-1} and

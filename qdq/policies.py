@@ -1,8 +1,8 @@
 """Routing policies: the rule by which an arm of the experiment picks a server for a task.
 
-A policy sees the servers as the dispatcher does (with the scenario's information delay). Each task has one
-random order of the servers, its *candidates*, shared by both arms, and one uniform number for ties; so the
-choices that the two policies would make for the same task are comparable.
+A policy sees the servers as the dispatcher does (with the scenario's information delay). Each task
+has one random order of the servers, its *candidates*, shared by both arms, and one uniform number
+for ties; so the choices that the two policies would make for the same task are comparable.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Policy:
         return True
 
     def load(self, rates: NDArray[np.float64], demand: float) -> float:
-        """Return the largest ratio of demand to capacity in the stability condition; stable iff below 1.
+        """Return the largest ratio of demand to capacity in the stability condition; it must be below 1.
 
         Parameters
         ----------
@@ -57,8 +57,9 @@ class Policy:
 
 
 def _sampled_load(rates: NDArray[np.float64], demand: float, d: int) -> float:
-    # A task whose d candidates all lie among the k slowest servers must be served there, so those k servers
-    # get at least demand * C(k, d) / C(N, d) (Foss and Chernova's condition, which is also sufficient).
+    # A task whose d candidates all lie among the k slowest servers must be served there, so those k
+    # servers get at least demand * C(k, d) / C(N, d) (Foss and Chernova's condition, which is also
+    # sufficient).
     n = rates.size
     slowest = np.cumsum(np.sort(rates))
     k = np.arange(d, n + 1)
@@ -77,8 +78,8 @@ class PowerOfD(Policy):
     Parameters
     ----------
     d : int
-        Number of servers sampled, from 1 (uniform random routing) to the number of servers (join the
-        shortest queue).
+        Number of servers sampled, from 1 (uniform random routing) to the number of servers (join
+        the shortest queue).
     """
 
     kind: ClassVar[int] = kernels.POWER_OF_D
@@ -100,7 +101,7 @@ class PowerOfD(Policy):
         return self.d >= 2
 
     def load(self, rates: NDArray[np.float64], demand: float) -> float:
-        """Return max over k = d..N of demand C(k, d) / C(N, d) over the rate of the k slowest servers."""
+        """Return max over k = d..N of demand C(k, d) / C(N, d) over the k slowest servers' rate."""
         return _sampled_load(rates, demand, self.d)
 
 
@@ -145,7 +146,7 @@ class JoinIdleQueue(Policy):
         return False
 
     def load(self, rates: NDArray[np.float64], demand: float) -> float:
-        """Return demand over the total rate if all rates are equal, else the condition of random routing.
+        """Return demand over the total rate if rates are equal, else the load of random routing.
 
         The latter is sufficient, not necessary.
         """
@@ -156,7 +157,7 @@ class JoinIdleQueue(Policy):
 
 @dataclass(frozen=True)
 class RoundRobin(Policy):
-    """Servers in turn, by one pointer for this arm, moved only by the tasks that this arm routes."""
+    """Servers in turn, by a pointer of this arm's own, moved only by the tasks that it routes."""
 
     kind: ClassVar[int] = kernels.ROUND_ROBIN
 
@@ -177,11 +178,12 @@ class UserPolicy(Policy):
     Parameters
     ----------
     function : callable
-        ``choose(queue_lengths, work, rates, candidates, u) -> server``, compiled with ``numba.njit``:
-        tasks at each server as the dispatcher sees them (int64, one per server), unfinished work in time
-        units (float64, one per server), service rates (float64, one per server), all servers that this arm
-        may use in the task's random order (int64), and a uniform number in [0, 1). It returns the index of
-        a server that is among the candidates and must change none of its arguments.
+        ``choose(queue_lengths, work, rates, candidates, u) -> server``, compiled with
+        ``numba.njit``: tasks at each server as the dispatcher sees them (int64, one per server),
+        unfinished work in time units (float64, one per server), service rates (float64, one per
+        server), all servers that this arm may use in the task's random order (int64), and a uniform
+        number in [0, 1). It returns the index of a server that is among the candidates and must
+        change none of its arguments.
 
     Notes
     -----
@@ -196,7 +198,8 @@ class UserPolicy(Policy):
     def __post_init__(self) -> None:
         if not callable(getattr(self.function, "py_func", None)):
             raise TypeError(
-                f"function={self.function!r} is not compiled: function must be decorated with numba.njit and "
+                f"function={self.function!r} is not compiled: function must be decorated with "
+                f"numba.njit and "
                 "have the form choose(queue_lengths, work, rates, candidates, u) -> server"
             )
         names = self.function.py_func.__code__.co_argcount  # type: ignore[attr-defined]

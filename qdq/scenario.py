@@ -1,4 +1,4 @@
-"""Scenario: the system under experiment, complete. Arrivals, service, servers, information, two policies.
+"""Scenario: the system under experiment. Arrivals, service, servers, information, two policies.
 
 Time is measured in mean service times of a server of rate 1, unless a trace brings its own unit.
 """
@@ -39,9 +39,10 @@ class _Trace(_Part):
         return hash(type(self))
 
 
-# ---------------------------------------------------------------------------------------------------
-# Arrivals
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# - Arrivals
+# --------------------------------------------------------------------------------------------------
+# -
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Poisson(_Part):
     Parameters
     ----------
     rate : float
-        Arrival rate per server, tasks per unit time, > 0. The whole system gets n_servers times as many.
+        Arrival rate per server, tasks per unit time, > 0. The whole system gets n_servers times as
+        many.
     """
 
     rate: float
@@ -147,9 +149,10 @@ class ArrivalTrace(_Trace):
         return (times.size - 1) / float(times[-1] - times[0]) / n_servers
 
 
-# ---------------------------------------------------------------------------------------------------
-# Service requirements
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# - Service requirements
+# --------------------------------------------------------------------------------------------------
+# -
 
 
 @dataclass(frozen=True)
@@ -300,9 +303,10 @@ def _part_from_dict(spec: dict[str, Any]) -> Any:
     return _PARTS[name](**values)
 
 
-# ---------------------------------------------------------------------------------------------------
-# The whole system
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# - The whole system
+# --------------------------------------------------------------------------------------------------
+# -
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +326,8 @@ class Scenario:
     information_delay : float, default 0.0
         At time t the dispatcher sees the servers as they were at t - information_delay, >= 0.
     dispatch_delay : float, default 0.0
-        A task reaches its server this long after its arrival, >= 0. Its response time counts from the arrival.
+        A task reaches its server this long after its arrival, >= 0. Its response time counts from
+        the arrival.
     counts_own_dispatches : bool, default False
         Whether the dispatcher adds the tasks it has sent and does not yet see to what it sees.
     control, treatment : Policy, default PowerOfD(2), PowerOfD(3)
@@ -333,8 +338,8 @@ class Scenario:
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of its range, a policy samples more servers than there are, or the system is
-        unstable under either policy.
+        If an argument is out of its range, a policy samples more servers than there are, or the
+        system is unstable under either policy.
     """
 
     n_servers: int = 20
@@ -386,7 +391,8 @@ class Scenario:
         for name, load in loads.items():
             if load >= 1.0 and not self.allow_unstable:
                 raise ValueError(
-                    f"the system is unstable under {name}={getattr(self, name)!r}: its load is {load:.4g} and "
+                    f"the system is unstable under {name}={getattr(self, name)!r}: its load is "
+                    f"{load:.4g} and "
                     "must be below 1 (or set allow_unstable=True and give warm_up)"
                 )
 
@@ -438,8 +444,9 @@ class Scenario:
     def default_warm_up(self) -> float:
         """Time simulated before the log begins, from an empty system.
 
-        20 / (1 - load) mean service times if both policies choose among two or more servers, otherwise
-        5 / (1 - sqrt(load))^2; at least a cycle of a periodic rate; none for an arrival trace.
+        20 / (1 - load) mean service times if both policies choose among two or more servers,
+        otherwise 5 / (1 - sqrt(load))^2; at least a cycle of a periodic rate; none for an arrival
+        trace.
 
         Raises
         ------
@@ -450,7 +457,8 @@ class Scenario:
             return 0.0
         if self.load >= 1.0:
             raise ValueError(
-                f"warm_up=None is not allowed at load {self.load:.4g}: an unstable system has no steady state, "
+                f"warm_up=None is not allowed at load {self.load:.4g}: an unstable system has no "
+                f"steady state, "
                 "so warm_up must be given as a time >= 0"
             )
         if self.control.forgets_fast and self.treatment.forgets_fast:

@@ -1,4 +1,4 @@
-"""Simulation of an experiment: scenario, design and seed in, `TaskLog` out; and replay of a given trace."""
+"""Simulation: scenario, design and seed in, `TaskLog` out; and replay of a given log."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def seed_sequence(seed: Seed) -> np.random.SeedSequence:
     Parameters
     ----------
     seed : int or sequence of int
-        An integer s >= 0 is replication 0 of ``SeedSequence(s)``; ``(s, j)`` is replication j, the one that
-        ``SeedSequence(s).spawn(j + 1)[j]`` is.
+        An integer s >= 0 is replication 0 of ``SeedSequence(s)``; ``(s, j)`` is replication j, the
+        one that ``SeedSequence(s).spawn(j + 1)[j]`` is.
 
     Raises
     ------
@@ -70,7 +70,9 @@ def tie_uniforms(seed: Seed, n_tasks: int) -> NDArray[np.float64]:
     """
     words = np.empty((4, n_tasks), np.uint64)
     uniforms = np.empty(n_tasks)
-    kernels.draw_ties(_key(seed_sequence(seed)), 0, words[0], words[1], words[2], words[3], uniforms)
+    kernels.draw_ties(
+        _key(seed_sequence(seed)), 0, words[0], words[1], words[2], words[3], uniforms
+    )
     return uniforms
 
 
@@ -85,7 +87,7 @@ class _Engine:
     def run(
         self, state: kernels.State, record: kernels.Record, start: int, stop: int
     ) -> kernels.State:
-        """Dispatch tasks start, ..., stop - 1 and return the state after them, with more room if needed."""
+        """Dispatch tasks start, ..., stop - 1; return the state after them, with room as needed."""
         loop: Any = kernels.run if self.choose == (None, None) else kernels.run_with_user_policy
         reached = start
         while True:
@@ -97,14 +99,15 @@ class _Engine:
                 return state
             if status == kernels.BAD_CHOICE:
                 raise ValueError(
-                    f"the UserPolicy chose, for task {reached}, a server that is not among its candidates: "
+                    f"the UserPolicy chose, for task {reached}, a server that is not among its "
+                    f"candidates: "
                     "it must return one of the candidates"
                 )
             state = _with_more_room(state)
 
 
 def _thresholds(design: Design) -> tuple[int, float]:
-    """Return the 32-bit threshold below which a draw means treatment, and the period of a switchback."""
+    """Return the threshold below which a 32-bit draw means treatment, and a switchback's period."""
     if isinstance(design, AllControl):
         return 0, 1.0
     if isinstance(design, AllTreatment):
@@ -133,7 +136,8 @@ def _engine(
 ) -> tuple[_Engine, float | None]:
     """Return the engine, and the propensity of the design.
 
-    `treated`, `arrivals`, `requirements` and `candidates` replace what the design and the scenario would draw.
+    `treated`, `arrivals`, `requirements` and `candidates` replace what the design and the scenario
+    would draw.
     """
     n = scenario.n_servers
     policies = (scenario.control, scenario.treatment)
@@ -159,7 +163,8 @@ def _engine(
     if candidates is not None:
         if candidates.shape[1] < depth:
             raise ValueError(
-                f"the log has {candidates.shape[1]} candidates a task and the policies look at {depth}: "
+                f"the log has {candidates.shape[1]} candidates a task and the policies look at "
+                f"{depth}: "
                 "the log must have at least as many, or no column of them (then they are drawn)"
             )
         if candidates.min() < 0 or candidates.max() >= n:
@@ -292,7 +297,7 @@ def _record(n: int, record: Collection[str], depth: int, n_servers: int) -> kern
 
 
 def _warmed_up(engine: _Engine, warm_up: float) -> tuple[kernels.State, NDArray[np.float64]]:
-    """Return the state at time 0, and the tasks then in the system: server, start of service, departure."""
+    """Return the state at time 0, and who is there: rows of server, start of service, departure."""
     system = engine.system
     if system.arrival_kind == kernels.ARRIVAL_TRACE or warm_up == 0.0:
         return _empty_state(system.rates.size, 0.0), np.empty((0, 3))
@@ -386,18 +391,20 @@ def simulate(
     scenario : Scenario
         The system and the two policies.
     design : Design
-        Who is routed by which policy: Bernoulli, Switchback, ServerSplit, AllControl or AllTreatment.
+        Who is routed by which policy: Bernoulli, Switchback, ServerSplit, AllControl or
+        AllTreatment.
     n_tasks : int
         Number of tasks logged, >= 1; they are the first to arrive after time 0.
     seed : int or tuple of int
-        ``s`` is short for ``(s, 0)``, replication 0 of seed s; ``(s, j)`` is replication j. The same seed
-        gives the same numbers, and designs and policies share arrivals, requirements and candidates.
+        ``s`` is short for ``(s, 0)``, replication 0 of seed s; ``(s, j)`` is replication j. The
+        same seed gives the same numbers, and designs and policies share arrivals, requirements and
+        candidates.
     warm_up : float, optional
-        Time simulated before time 0 from an empty system, under the same design, in time units, >= 0. By
-        default ``scenario.default_warm_up``.
+        Time simulated before time 0 from an empty system, under the same design, in time units, >=
+        0. By default ``scenario.default_warm_up``.
     record : collection of str, default ()
-        Columns to keep beside arrival, departure, treated, server (and period under Switchback): any of
-        "service_time", "in_system", "candidates", "choices", "queue_lengths".
+        Columns to keep beside arrival, departure, treated, server (and period under Switchback):
+        any of "service_time", "in_system", "candidates", "choices", "queue_lengths".
 
     Returns
     -------
@@ -406,8 +413,8 @@ def simulate(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of its range, a trace is shorter than n_tasks, or a group of a server split is
-        unstable.
+        If an argument is out of its range, a trace is shorter than n_tasks, or a group of a server
+        split is unstable.
 
     Examples
     --------
@@ -424,7 +431,8 @@ def simulate(
     names = _checked_record(record)
     if "choices" in names and isinstance(design, ServerSplit):
         raise ValueError(
-            "record='choices' is not allowed under ServerSplit: each arm has servers of its own, so the other "
+            "record='choices' is not allowed under ServerSplit: each arm has servers of its own, "
+            "so the other "
             "arm's choice for a task does not exist"
         )
     n_tasks = _checked_length(scenario, n_tasks)
@@ -475,12 +483,14 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
     Parameters
     ----------
     scenario : Scenario
-        The system and the two policies. For a simulated log only the policies may differ from the log's own
-        scenario; for a log from outside, the arrivals and the service law of the scenario are not used.
+        The system and the two policies. For a simulated log only the policies may differ from the
+        log's own scenario; for a log from outside, the arrivals and the service law of the scenario
+        are not used.
     log : TaskLog
-        A simulated log, whose draws and state at time 0 are made again from its scenario, design and seed; or a
-        log from outside, which starts empty and needs the column server (a requirement is the service time,
-        from the column or rebuilt by FCFS, times the server's rate).
+        A simulated log, whose draws and state at time 0 are made again from its scenario, design
+        and seed; or a log from outside, which starts empty and needs the column server (a
+        requirement is the service time, from the column or rebuilt by FCFS, times the server's
+        rate).
     treated : array_like of bool, shape (n_tasks,), or bool
         Which tasks the treatment routes.
     seed : int or tuple of int, default 0
@@ -489,8 +499,8 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
     Returns
     -------
     TaskLog
-        With the optional columns that the log has. With ``treated=log.treated`` and the log's own scenario, a
-        simulated log comes back bit for bit.
+        With the optional columns that the log has. With ``treated=log.treated`` and the log's own
+        scenario, a simulated log comes back bit for bit.
 
     Raises
     ------
@@ -514,7 +524,8 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
         own: Scenario = log.scenario
         if scenario.replace(control=own.control, treatment=own.treatment) != own:
             raise ValueError(
-                "scenario differs from the one that the log was simulated with in more than its policies: "
+                "scenario differs from the one that the log was simulated with in more than its "
+                "policies: "
                 "use log.scenario.replace(control=..., treatment=...)"
             )
         stream = seed_sequence(log.seed)
@@ -588,7 +599,8 @@ def _requirements(scenario: Scenario, log: TaskLog) -> NDArray[np.float64]:
         bad = np.flatnonzero(service_time < 0)
         if bad.size:
             raise ValueError(
-                f"task {bad[0]} departs before the task ahead of it at server {log.server[bad[0]]}: "
+                f"task {bad[0]} departs before the task ahead of it at server "
+                f"{log.server[bad[0]]}: "
                 "service times can be rebuilt from a FCFS log only"
             )
     requirements: NDArray[np.float64] = service_time * scenario.rates[log.server]

@@ -1,4 +1,4 @@
-"""Checks of arguments, so that every refusal names the argument, its value and what would be right."""
+"""Checks of arguments: a refusal names the argument, its value and what would be right."""
 
 from __future__ import annotations
 

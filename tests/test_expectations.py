@@ -1,8 +1,8 @@
 """Simulated estimates against their exact expectations on small chains.
 
-The tolerance is 4 standard errors of the mean over replications (false alarm 6e-5 a comparison), and the
-standard error itself must be small enough to tell the expectation from the neighbouring wrong ones: another
-horizon, the untruncated limit, the direct effect, the true effect.
+The tolerance is 4 standard errors of the mean over replications (false alarm 6e-5 a comparison),
+and the standard error itself must be small enough to tell the expectation from the neighbouring
+wrong ones: another horizon, the untruncated limit, the direct effect, the true effect.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def test_means_over_replications_agree_with_the_exact_expectation(name):
 
 
 def test_an_off_by_one_window_would_be_seen():
-    # At a short horizon the exact expectations of neighbouring windows differ by many standard errors.
+    # At a short horizon the exact expectations of neighbouring windows differ by many standard
+    # errors.
     scenario, propensity, _ = CELLS["two servers"]
     chain = small_chain(scenario, propensity)
     values = replicate(scenario, propensity, (2,), seed=77)

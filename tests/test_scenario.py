@@ -1,4 +1,4 @@
-"""Scenarios, policies and designs: what they accept, what they refuse, and when a system is stable."""
+"""Scenarios, policies and designs: what they accept and refuse, and when a system is stable."""
 
 from __future__ import annotations
 
@@ -193,7 +193,8 @@ def test_specifications_are_frozen():
         trace.requirements[0] = 5.0
 
 
-# --- stability -------------------------------------------------------------------------------------
+# --- stability
+# -------------------------------------------------------------------------------------
 
 
 @given(
@@ -244,7 +245,7 @@ def test_scenario_load_is_the_larger_and_counts_a_periodic_rate_by_its_mean():
 def test_unstable_scenarios_must_be_asked_for_and_have_no_default_warm_up():
     scenario = qdq.Scenario(arrivals=qdq.Poisson(1.2), allow_unstable=True)
     assert scenario.load == pytest.approx(1.2)
-    with pytest.raises(ValueError, match="warm_up=None is not allowed at load 1.2"):
+    with pytest.raises(ValueError, match=r"warm_up=None is not allowed at load 1\.2"):
         scenario.default_warm_up  # noqa: B018
     with pytest.raises(ValueError, match="warm_up=None"):
         qdq.simulate(scenario, qdq.Bernoulli(0.5), 10, seed=1)
@@ -264,7 +265,8 @@ def test_defaults_of_horizon_and_warm_up():
     assert scenario.replace(arrivals=qdq.ArrivalTrace(np.arange(100) / 10)).default_warm_up == 0
 
 
-# --- writing down and reading back -----------------------------------------------------------------
+# --- writing down and reading back
+# -----------------------------------------------------------------
 
 SCENARIOS = [
     qdq.Scenario(),
@@ -314,7 +316,7 @@ def test_designs_survive_json(design):
 
 
 def test_a_users_policy_cannot_be_written_down():
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="total service rate"):
         scenario = qdq.Scenario(treatment=qdq.UserPolicy(join_first_candidate))
     with pytest.raises(TypeError, match="cannot be written to a file"):
         scenario.to_dict()
@@ -330,7 +332,8 @@ def test_service_laws_have_mean_one_and_their_variance():
     assert math.expm1(sigma**2) == pytest.approx(1.5**2)
 
 
-# --- server split ----------------------------------------------------------------------------------
+# --- server split
+# ----------------------------------------------------------------------------------
 
 
 def split(scenario, share=0.5, seed=1):
@@ -362,8 +365,8 @@ def test_a_split_leaves_each_arm_enough_servers():
 
 
 def test_an_unstable_group_is_refused():
-    # Round robin over all four needs lam < 0.5; each group gets tasks in proportion to its capacity, and in
-    # the group of servers 0, 1 and 3 that is 0.57 tasks a server.
+    # Round robin over all four needs lam < 0.5; each group gets tasks in proportion to its
+    # capacity, and in the group of servers 0, 1 and 3 that is 0.57 tasks a server.
     scenario = qdq.Scenario(
         n_servers=4,
         arrivals=qdq.Poisson(0.49),

@@ -48,7 +48,8 @@ def replicated_mean(scenario, design, n_tasks, n_replications, seed, pick=lambda
     return np.mean(means), np.std(means, ddof=1) / math.sqrt(n_replications)
 
 
-# --- closed forms: random routing makes each server a queue of its own ------------------------------
+# --- closed forms: random routing makes each server a queue of its own
+# ------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,8 @@ def test_periodic_arrivals_follow_the_rate_over_the_cycle():
 
 
 def test_the_warm_up_of_a_periodic_rate_ends_at_phase_zero():
-    # With full amplitude the rate is zero at phase 3/4: few tasks arrive around there, warm-up included.
+    # With full amplitude the rate is zero at phase 3/4: few tasks arrive around there, warm-up
+    # included.
     scenario = qdq.Scenario(
         n_servers=3, arrivals=qdq.Periodic(0.3, 1.0, 400.0), treatment=qdq.PowerOfD(3)
     )
@@ -132,7 +134,8 @@ def test_the_warm_up_of_a_periodic_rate_ends_at_phase_zero():
     assert log.warm_up == 400.0
 
 
-# --- identities ------------------------------------------------------------------------------------
+# --- identities
+# ------------------------------------------------------------------------------------
 
 
 @given(
@@ -203,7 +206,8 @@ def test_counting_own_dispatches_without_a_delay_changes_nothing():
     same_columns(one, two)
 
 
-# --- randomness ------------------------------------------------------------------------------------
+# --- randomness
+# ------------------------------------------------------------------------------------
 
 
 def test_policies_and_designs_share_their_draws():
@@ -232,7 +236,8 @@ def test_a_longer_log_begins_with_the_shorter():
 
 @pytest.mark.parametrize("lam", [0.8, 0.95])
 def test_doubling_the_warm_up_changes_nothing(lam):
-    # The last tasks before time 0 keep their draws, so the first logged ones make a paired comparison.
+    # The last tasks before time 0 keep their draws, so the first logged ones make a paired
+    # comparison.
     scenario = qdq.Scenario(arrivals=qdq.Poisson(lam))
     warm_up = scenario.default_warm_up
     means = np.array(
@@ -282,7 +287,8 @@ def test_the_block_does_not_matter(monkeypatch):
 
 @pytest.mark.parametrize("room", ["pool", "ring"])
 def test_full_queues_get_more_room_and_lose_nothing(room):
-    # Overload: thousands of tasks wait at each server, and a delay keeps thousands of dispatches unseen.
+    # Overload: thousands of tasks wait at each server, and a delay keeps thousands of dispatches
+    # unseen.
     scenario = qdq.Scenario(
         n_servers=2,
         arrivals=qdq.Poisson(3.0),
@@ -306,7 +312,8 @@ def test_full_queues_get_more_room_and_lose_nothing(room):
     assert log.queue_lengths.max() > 800
 
 
-# --- policies under mixing -------------------------------------------------------------------------
+# --- policies under mixing
+# -------------------------------------------------------------------------
 
 
 def test_round_robin_has_one_pointer_an_arm():
@@ -353,10 +360,10 @@ def test_a_users_policy_sees_what_the_built_in_one_sees():
 
 
 def test_a_users_policy_that_chooses_no_candidate_is_stopped():
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="total service rate"):
         scenario = qdq.Scenario(treatment=qdq.UserPolicy(nowhere))
     with pytest.raises(
-        ValueError, match="the UserPolicy chose, for task .* not among its candidates"
+        ValueError, match=r"the UserPolicy chose, for task .* not among its candidates"
     ):
         qdq.simulate(scenario, qdq.Bernoulli(0.5), 100, seed=1, warm_up=0.0)
 
@@ -392,7 +399,8 @@ def test_pure_designs(design, arm):
     assert log.propensity == float(arm)
 
 
-# --- replay ----------------------------------------------------------------------------------------
+# --- replay
+# ----------------------------------------------------------------------------------------
 
 REPLAYED = [
     (qdq.Scenario(), qdq.Bernoulli(0.5)),
@@ -548,7 +556,8 @@ def test_bad_calls_are_refused(call, message):
         call(scenario, log)
 
 
-# --- compiled and interpreted ----------------------------------------------------------------------
+# --- compiled and interpreted
+# ----------------------------------------------------------------------
 
 _BOTH_WAYS = """
 import hashlib, sys, warnings
@@ -566,7 +575,8 @@ for scenario, design in [
      qdq.Bernoulli(0.3)),
 ]:
     log = qdq.simulate(scenario, design, 400, seed=5, warm_up=8.0, record=RECORDABLE)
-    for name in ("arrival", "departure", "treated", "server", "service_time", "in_system", "candidates",
+    for name in ("arrival", "departure", "treated", "server", "service_time", "in_system",
+                 "candidates",
                  "choice_control", "choice_treatment", "queue_lengths", "carried_over"):
         digest.update(np.ascontiguousarray(getattr(log, name)).tobytes())
 print(digest.hexdigest())

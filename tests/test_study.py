@@ -152,13 +152,21 @@ def test_default_horizon_is_the_scenarios():
     assert small(2, designs=qdq.Bernoulli(), horizon=None).table["horizon"].dropna().eq(72).all()
 
 
-def test_washout_and_warm_up_are_passed_on():
-    # Started empty at time 0. (After a few time units nothing of another start is left.)
-    found = small(2, designs=qdq.Switchback(10.0), washout=3.0, warm_up=0.0)
-    log = qdq.simulate(SCENARIO, qdq.Switchback(10.0), 1000, (3, 1), warm_up=0.0)
+def test_washout_is_passed_on():
+    found = small(2, designs=qdq.Switchback(10.0), washout=3.0)
+    log = qdq.simulate(SCENARIO, qdq.Switchback(10.0), 1000, (3, 1))
     assert found.replications["value"][1] == qdq.switchback(log, washout=3.0).value
+
+
+def test_warm_up_is_passed_on():
+    # Runs that start empty differ from others for a short while only, so this looks at several.
+    found = small(6, designs=qdq.ServerSplit(), warm_up=0.0)
+    logs = [qdq.simulate(SCENARIO, qdq.ServerSplit(), 1000, (3, j), warm_up=0.0) for j in range(6)]
+    assert found.replications["value"].tolist() == [qdq.server_split(log).value for log in logs]
+    default = small(6, designs=qdq.ServerSplit())
+    assert (default.replications["value"] != found.replications["value"]).any()
     assert found.settings["warm_up"] == 0.0
-    assert small(2).settings["warm_up"] == SCENARIO.default_warm_up > 0.0
+    assert default.settings["warm_up"] == SCENARIO.default_warm_up
 
 
 # --------------------------------------------------------------------------------------------------
