@@ -178,9 +178,8 @@ class SmallChain:
         p = self._checked_share(propensity)
         now = self._equilibrium(p)
         (j0, f0), (j1, f1) = self._control, self._treatment
-        g = np.zeros(self.n_states)
         cost = p * f1 + (1.0 - p) * f0 - now.response
-        g[1:] = self._solver(p)(self.scenario.total_arrival_rate * cost[1:], False)
+        g = self._solver(p)(self.scenario.total_arrival_rate * cost, False)
         return self.direct_effect(p) + float(now.law @ ((j1 - j0) @ g))
 
     @overload
@@ -304,8 +303,10 @@ class SmallChain:
         return self._solved[p]
 
     def _solve(self, p: float) -> _Equilibrium:
-        law = np.ones(self.n_states)
-        law[1:] = self._solver(p)(self._generator(p)[[0], 1:].toarray().ravel(), True)
+        # From a guess, the law of independent queues at this load, by a correction.
+        law = self.scenario.load ** self._lengths.sum(axis=1)
+        law /= law.sum()
+        law += self._solver(p)(self._generator(p).T @ law, True)
         law /= law.sum()
         longest = [self._lengths[:, servers.stop - 1] for servers in self._classes]
         full = np.array([law[x == x[-1]].sum() for x in longest])
@@ -323,16 +324,17 @@ class SmallChain:
         return (arrivals + self._departures).tocsr()
 
     def _solver(self, p: float) -> Callable[[NDArray[np.float64], bool], NDArray[np.float64]]:
-        # Solve A x = b, or A' x = b, for A = -G without the empty system's row and column, which
-        # makes it regular: the law and the solution of Poisson's equation are fixed there and
-        # scaled afterwards.
-        matrix = -self._generator(p)[1:, 1:]
+        # Solve -G x = b, or -G' x = b, for a b that has solutions; they differ by multiples of the
+        # null vector, and which one comes out is left open.
+        matrix = -self._generator(p)
         if self._rates.size <= 2:
-            # The states lie in a plane, and an elimination fills in little.
-            factors = _factored(matrix, "MMD_AT_PLUS_A")
-            return lambda b, transposed: factors.solve(b, "T" if transposed else "N")
-        # Else GMRES, preconditioned by a symmetric Gauss-Seidel sweep: first down in the total,
-        # then up.
+            # The states lie in a plane, and an elimination (with x = 0 in the empty system, which
+            # makes the rest regular) fills in little.
+            factors = _factored(matrix[1:, 1:], "MMD_AT_PLUS_A")
+            return lambda b, transposed: np.append(
+                0.0, factors.solve(b[1:], "T" if transposed else "N")
+            )
+        # Else GMRES, preconditioned by a symmetric Gauss-Seidel sweep: down in the total, then up.
         diagonal = matrix.diagonal()
         lower = _factored(sparse.tril(matrix), "NATURAL")
         upper = _factored(sparse.triu(matrix), "NATURAL")
@@ -349,7 +351,7 @@ class SmallChain:
             )
             if failed:
                 raise RuntimeError(
-                    f"the chain of {self.scenario!r} was not solved in {failed} steps"
+                    f"the chain of {self.scenario!r} was not solved in {failed} cycles of GMRES"
                 )
             return x  # type: ignore[no-any-return]
 

@@ -40,7 +40,7 @@ class Policy:
         return True
 
     def load(self, rates: NDArray[np.float64], demand: float) -> float:
-        """Return the largest ratio of demand to capacity in the stability condition; it must be below 1.
+        """Return the largest ratio of demand to capacity in the stability condition: below 1.
 
         Parameters
         ----------

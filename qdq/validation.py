@@ -44,7 +44,7 @@ def integer(name: str, value: Any, right: str, *, at_least: int, at_most: int | 
         raise TypeError(f"{name}={value!r} is not an integer: {name} must be {right}")
     if not isinstance(value, Integral) and not float(value).is_integer():
         raise refuse(name, value, right)
-    result = int(value)  # type: ignore[call-overload]
+    result: int = int(value)  # type: ignore[call-overload]
     if result < at_least or (at_most is not None and result > at_most):
         raise refuse(name, value, right)
     return result
