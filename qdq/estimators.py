@@ -48,14 +48,14 @@ QUEUES = ("in_system", "including_self", "waiting", "time_average")
 RATES = ("estimated", "window", "scenario")
 
 _DQ = ("dq_response", "dq_queue", "dq_mixed")
-_METHODS_OF: dict[type[Design], tuple[str, ...]] = {
+METHODS_OF: dict[type[Design], tuple[str, ...]] = {
     Bernoulli: ("naive", *_DQ),
     Switchback: ("switchback",),
     ServerSplit: ("server_split",),
     AllControl: (),
     AllTreatment: (),
 }
-METHODS = tuple(name for names in _METHODS_OF.values() for name in names)
+METHODS = tuple(name for names in METHODS_OF.values() for name in names)
 
 # The frame's columns and their types; "Int64" and "object" have room for a missing value.
 _COLUMNS = {
@@ -186,7 +186,7 @@ def naive(log: TaskLog, *, level: float = 0.95) -> Estimate:
     TypeError, ValueError
         If an argument is wrong, the log is of another design, or an arm is empty.
     """
-    return _estimates(log, ["naive"], level=level)[0]
+    return estimates_of(log, ["naive"], level=level)[0]
 
 
 def dq_response(
@@ -226,7 +226,7 @@ def dq_response(
     ----------
     V. Farias, A. Li, T. Peng, A. Zheng, Markovian interference in experiments, 2022.
     """
-    return _estimates(log, ["dq_response"], horizon=horizon, normalise=normalise, level=level)[0]
+    return estimates_of(log, ["dq_response"], horizon=horizon, normalise=normalise, level=level)[0]
 
 
 def dq_queue(
@@ -270,7 +270,7 @@ def dq_queue(
     Arrivals oversample busy times: under a rate that varies, dividing by its mean is biased by tens
     of per cent.
     """
-    return _estimates(
+    return estimates_of(
         log,
         ["dq_queue"],
         horizon=horizon,
@@ -317,7 +317,7 @@ def dq_mixed(
     error takes alpha as given. Where both parts have the same deviations to within rounding, every
     weight gives the same variance and alpha is 1/2.
     """
-    return _estimates(
+    return estimates_of(
         log,
         ["dq_mixed"],
         horizon=horizon,
@@ -360,7 +360,7 @@ def switchback(log: TaskLog, *, washout: float = 0.0, level: float = 0.95) -> Es
     UserWarning
         If an arm has fewer than ten periods: the variance is then itself poorly known.
     """
-    return _estimates(log, ["switchback"], washout=washout, level=level)[0]
+    return estimates_of(log, ["switchback"], washout=washout, level=level)[0]
 
 
 def server_split(log: TaskLog, *, level: float = 0.95) -> Estimate:
@@ -384,7 +384,7 @@ def server_split(log: TaskLog, *, level: float = 0.95) -> Estimate:
     TypeError, ValueError
         If an argument is wrong, the log is of another design, or an arm is empty.
     """
-    return _estimates(log, ["server_split"], level=level)[0]
+    return estimates_of(log, ["server_split"], level=level)[0]
 
 
 def estimate(
@@ -427,7 +427,7 @@ def estimate(
         As `switchback`.
     """
     return _frame(
-        _estimates(
+        estimates_of(
             log,
             methods,
             horizon=horizon,
@@ -450,7 +450,7 @@ def _frame(estimates: Sequence[Estimate]) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def _estimates(
+def estimates_of(
     log: TaskLog,
     methods: Sequence[str] | None,
     *,
@@ -465,9 +465,9 @@ def _estimates(
     if not isinstance(log, TaskLog):
         raise TypeError(f"log is a {type(log).__name__}: it must be a TaskLog")
     level = _check_level(level)
-    _check_choice("normalise", normalise, NORMALISATIONS)
-    _check_choice("queue", queue, QUEUES)
-    _check_rate(arrival_rate)
+    check_choice("normalise", normalise, NORMALISATIONS)
+    check_choice("queue", queue, QUEUES)
+    check_rate(arrival_rate)
     if horizon is not None:
         horizon = validation.integer("horizon", horizon, "a number of arrivals >= 1", at_least=1)
     washout = validation.number("washout", washout, "a time >= 0", at_least=0.0)
@@ -500,12 +500,14 @@ def _check_level(level: float) -> float:
     return validation.number("level", level, "strictly between 0 and 1", above=0.0, below=1.0)
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the choices."""
     if not (isinstance(value, str) and value in choices):
         raise validation.refuse(name, value, "one of " + ", ".join(map(repr, choices)))
 
 
-def _check_rate(arrival_rate: object) -> None:
+def check_rate(arrival_rate: object) -> None:
+    """Refuse an arrival rate that is of none of the kinds that the DQ methods take."""
     if arrival_rate is None or callable(arrival_rate):
         return
     right = "a total arrival rate > 0, a function of time, or one of " + ", ".join(map(repr, RATES))
@@ -519,8 +521,8 @@ def _check_rate(arrival_rate: object) -> None:
 def _admitted(log: TaskLog) -> tuple[str, ...]:
     """Return the methods that the log's design admits."""
     if log.design is None:
-        return _METHODS_OF[Bernoulli if log.period is None else Switchback]
-    return _METHODS_OF[type(log.design)]
+        return METHODS_OF[Bernoulli if log.period is None else Switchback]
+    return METHODS_OF[type(log.design)]
 
 
 def _check_methods(log: TaskLog, methods: Sequence[str] | None) -> tuple[str, ...]:
@@ -530,7 +532,7 @@ def _check_methods(log: TaskLog, methods: Sequence[str] | None) -> tuple[str, ..
         )
     admitted = _admitted(log)
     for name in () if methods is None else methods:
-        _check_choice("methods", name, METHODS)
+        check_choice("methods", name, METHODS)
     chosen = admitted if methods is None else tuple(methods)
     origin = "from outside" if log.design is None else f"of design {log.design!r}"
     if log.design is None and log.period is not None:
@@ -542,7 +544,7 @@ def _check_methods(log: TaskLog, methods: Sequence[str] | None) -> tuple[str, ..
     )
     for name in chosen:
         if name not in admitted:
-            needed = next(design.__name__ for design, names in _METHODS_OF.items() if name in names)
+            needed = next(design.__name__ for design, names in METHODS_OF.items() if name in names)
             raise ValueError(
                 f"{name} needs a log of design {needed}, and this one is {origin}: {use}"
             )
@@ -804,7 +806,7 @@ def _queue_costs(
         return _Costs(found / _scenario_rate(log), 1.0, False, "scenario")
     if callable(arrival_rate):
         return _Costs(found / _called_rate(arrival_rate, log.arrival), 1.0, False, "function")
-    rate = float(arrival_rate)  # _check_rate has left only numbers
+    rate = float(arrival_rate)  # check_rate has left only numbers
     return _Costs(found, 1.0 / rate, False, rate)
 
 

@@ -172,15 +172,15 @@ class SmallChain:
         propensity : float, optional
             Treated share p, in [0, 1]; by default the chain's.
         """
-        # With h the solution of Poisson's equation (I - P) h = f - V, V' = pi (f_1 - f_0) + pi
-        # (P_1 - P_0) h. Since P_z = J_z R, that needs g = R h only, which solves G g = -lam (f -
-        # V).
+        # V' = pi (f_1 - f_0) + pi' f, with pi' the derivative of the law: since pi G = 0,
+        # pi' G = -lam pi (J_1 - J_0).
         p = self._checked_share(propensity)
-        now = self._equilibrium(p)
-        (j0, f0), (j1, f1) = self._control, self._treatment
-        cost = p * f1 + (1.0 - p) * f0 - now.response
-        g = self._solver(p)(self.scenario.total_arrival_rate * cost, False)
-        return self.direct_effect(p) + float(now.law @ ((j1 - j0) @ g))
+        change = self._equilibrium(p).law @ (self._treatment[0] - self._control[0])
+        derivative = self._solve_adjoint(p, self.scenario.total_arrival_rate * change)
+        cost = p * self._treatment[1] + (1.0 - p) * self._control[1]
+        # The solution is known up to a multiple of pi, to which the deviation from V is blind.
+        deviation = cost - self._equilibrium(p).response
+        return self.direct_effect(p) + float(derivative @ deviation)
 
     @overload
     def expected_dq_response(self, horizon: int, propensity: float | None = None) -> float: ...
@@ -306,7 +306,7 @@ class SmallChain:
         # From a guess, the law of independent queues at this load, by a correction.
         law = self.scenario.load ** self._lengths.sum(axis=1)
         law /= law.sum()
-        law += self._solver(p)(self._generator(p).T @ law, True)
+        law += self._solve_adjoint(p, self._generator(p).T @ law)
         law /= law.sum()
         longest = [self._lengths[:, servers.stop - 1] for servers in self._classes]
         full = np.array([law[x == x[-1]].sum() for x in longest])
@@ -323,39 +323,25 @@ class SmallChain:
         arrivals = self.scenario.total_arrival_rate * (routing - sparse.eye_array(self.n_states))
         return (arrivals + self._departures).tocsr()
 
-    def _solver(self, p: float) -> Callable[[NDArray[np.float64], bool], NDArray[np.float64]]:
-        # Solve -G x = b, or -G' x = b, for a b that has solutions; they differ by multiples of the
-        # null vector, and which one comes out is left open.
-        matrix = -self._generator(p)
+    def _solve_adjoint(self, p: float, b: NDArray[np.float64]) -> NDArray[np.float64]:
+        # Solve -x G = b for a b of sum 0; x is left open by a multiple of the law.
+        matrix = -self._generator(p).T.tocsr()
         if self._rates.size <= 2:
             # The states lie in a plane, and an elimination (with x = 0 in the empty system, which
             # makes the rest regular) fills in little.
-            factors = _factored(matrix[1:, 1:], "MMD_AT_PLUS_A")
-            return lambda b, transposed: np.append(
-                0.0, factors.solve(b[1:], "T" if transposed else "N")
-            )
-        # Else GMRES, preconditioned by a symmetric Gauss-Seidel sweep: down in the total, then up.
+            x = _factored(matrix[1:, 1:], "MMD_AT_PLUS_A").solve(b[1:])
+            return np.append(0.0, x)
+        # Else GMRES, preconditioned by a symmetric Gauss-Seidel sweep over the states.
         diagonal = matrix.diagonal()
         lower = _factored(sparse.tril(matrix), "NATURAL")
         upper = _factored(sparse.triu(matrix), "NATURAL")
-
-        def solve(b: NDArray[np.float64], transposed: bool) -> NDArray[np.float64]:
-            first, last, trans = (upper, lower, "T") if transposed else (lower, upper, "N")
-            sweep = LinearOperator(
-                matrix.shape,
-                lambda v: last.solve(diagonal * first.solve(v, trans), trans),
-                dtype=np.float64,
-            )
-            x, failed = gmres(
-                matrix.T if transposed else matrix, b, rtol=1e-13, restart=80, maxiter=60, M=sweep
-            )
-            if failed:
-                raise RuntimeError(
-                    f"the chain of {self.scenario!r} was not solved in {failed} cycles of GMRES"
-                )
-            return x  # type: ignore[no-any-return]
-
-        return solve
+        sweep = LinearOperator(
+            matrix.shape, lambda v: upper.solve(diagonal * lower.solve(v)), dtype=np.float64
+        )
+        x, failed = gmres(matrix, b, rtol=1e-12, restart=80, maxiter=40, M=sweep)
+        if failed:
+            raise RuntimeError(f"GMRES did not solve the chain of {self.scenario!r}")
+        return x  # type: ignore[no-any-return]
 
 
 def _factored(matrix: sparse.csr_array, order: str) -> Any:
@@ -948,6 +934,7 @@ def _simulate_until(
         for arm in arms:
             design = AllTreatment() if arm else AllControl()
             log = simulate(scenario, design, n_tasks, (seed, 1, j), record=("service_time",))
+            assert log.server is not None and log.service_time is not None
             counted = log.arrival < end
             row[arm] = float(log.response_time[counted].sum()) / expected
             requirement = log.service_time[counted] * scenario.rates[log.server[counted]]

@@ -52,7 +52,8 @@ TRUTH = "#000000"
 
 def use_style() -> None:
     """Set the style of all figures drawn from now on."""
-    sns.set_theme(context="notebook", style="whitegrid", font="DejaVu Sans")
+    colours = [style.colour for style in METHODS.values()]
+    sns.set_theme(context="notebook", style="whitegrid", palette=colours, font="DejaVu Sans")
     plt.rcParams.update(
         {
             "figure.figsize": (WIDTH, 3.6),
@@ -66,7 +67,6 @@ def use_style() -> None:
             "axes.titlesize": 11,
             "axes.labelsize": 11,
             "axes.edgecolor": "#444444",
-            "axes.prop_cycle": plt.cycler(color=[style.colour for style in METHODS.values()]),
             "grid.color": "#dddddd",
             "xtick.labelsize": 10,
             "ytick.labelsize": 10,
@@ -190,9 +190,9 @@ def intervals(frame: pd.DataFrame, truth: float, *, axes: Axes | None = None) ->
     if axes is None:
         axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.45 * len(methods)))[1]
     _truth_line(axes, truth)
-    rows = frame.set_index("method")
-    for place, method in enumerate(methods):
-        value, low, high = (float(rows.at[method, name]) for name in ("value", "low", "high"))
+    rows = frame.set_index("method").loc[methods, ["value", "low", "high"]]
+    for place, (method, row) in enumerate(zip(methods, rows.to_numpy(np.float64), strict=True)):
+        value, low, high = row
         _, colour, marker = METHODS[method]
         axes.plot([low, high], [place, place], color=colour, linewidth=2.4)
         axes.plot([value], [place], color=colour, marker=marker, markersize=8)

@@ -208,7 +208,7 @@ def _engine(
         candidates=(
             np.zeros((0, 0), np.int32)
             if candidates is None
-            else np.ascontiguousarray(candidates[:, :depth], dtype=np.int32)
+            else np.array(candidates[:, :depth], dtype=np.int32, order="C")
         ),
         assignment=(
             kernels.ASSIGN_AS_GIVEN
@@ -224,7 +224,10 @@ def _engine(
     )
     # Candidates of a block fill at most a few megabytes, however many servers there are.
     block = max(16, min(_BLOCK, (1 << 19) // max(depth, 1)))
-    return _Engine(system, (user[0], user[1]), block), propensity
+    # One function stands in both places: the kernel asks it only for the arms whose policy is the
+    # user's, and is compiled once for either.
+    choose = (user[0] or user[1], user[1] or user[0])
+    return _Engine(system, choose, block), propensity
 
 
 def _contiguous(values: NDArray[Any] | None, dtype: Any) -> NDArray[Any]:

@@ -78,7 +78,7 @@ class _Plan:
     def calls(self, design: Design) -> Iterator[_Call]:
         """Yield the calls that estimate each method and variant once."""
         if not isinstance(design, Bernoulli):
-            methods = estimators._METHODS_OF[type(design)]
+            methods = estimators.METHODS_OF[type(design)]
             yield _Call(methods, {"washout": self.washout} if "switchback" in methods else {})
             return
         yield _Call(("naive",), {})
@@ -140,7 +140,7 @@ class _Plan:
         log = simulate(self.scenario, design, self.n_tasks, (self.seed, j), self.warm_up, record)
         for methods, options in self.calls(design):
             try:
-                estimates = estimators._estimates(log, methods, **options)
+                estimates = estimators.estimates_of(log, methods, **options)
             except ValueError:
                 # Arguments have been checked: the draw left an arm with less than two periods.
                 if not isinstance(design, Switchback):
@@ -760,13 +760,13 @@ def _checked_plan(
             )
     normalisations = _several("normalise", normalise)
     for value in normalisations:
-        estimators._check_choice("normalise", value, estimators.NORMALISATIONS)
+        estimators.check_choice("normalise", value, estimators.NORMALISATIONS)
     queues = _several("queue", queue)
     for value in queues:
-        estimators._check_choice("queue", value, estimators.QUEUES)
+        estimators.check_choice("queue", value, estimators.QUEUES)
     rates = []
     for value in _several("arrival_rate", arrival_rate):
-        estimators._check_rate(value)
+        estimators.check_rate(value)
         if value is None:
             value = "scenario" if isinstance(scenario.arrivals, Periodic) else "estimated"
         elif not (callable(value) or isinstance(value, str)):

@@ -345,11 +345,11 @@ def test_random_routing_response_against_simulation():
     expected = 0.25 + np.mean([pollaczek_khinchine(0.5, scenario.service, r) for r in (1, 0.8, 2)])
     assert random_routing_response(scenario) == pytest.approx(float(expected), rel=1e-14)
     means = [
-        qdq.simulate(scenario, qdq.AllControl(), 50_000, (4, j)).response_time.mean()
+        qdq.simulate(scenario, qdq.AllControl(), 20_000, (4, j)).response_time.mean()
         for j in range(24)
     ]
     error = np.std(means, ddof=1) / math.sqrt(24)
-    assert error < 0.01 * expected
+    assert error < 0.02 * expected
     assert abs(np.mean(means) - expected) < Z * error
 
 
@@ -458,7 +458,7 @@ def test_arms_share_their_random_numbers():
 
 
 def test_true_effect_repeats_whatever_the_threads():
-    scenario = system(5, 0.5, TWO, THREE, dispatch_delay=0.1)
+    scenario = system(4, 0.3, TWO, THREE, dispatch_delay=0.1)
     one, two = (true_effect(scenario, seed=9, n_jobs=n, progress=False) for n in (1, 2))
     assert one == two
     assert true_effect(scenario, seed=10).value != one.value
@@ -467,9 +467,9 @@ def test_true_effect_repeats_whatever_the_threads():
 def test_precision_follows_the_rule():
     scenario = system(4, 0.6, TWO, THREE, dispatch_delay=0.1)
     rough = true_effect(scenario, relative_error=0.0, absolute_error=0.01)
-    fine = true_effect(scenario, relative_error=0.0, absolute_error=0.002)
+    fine = true_effect(scenario, relative_error=0.0, absolute_error=0.0012)
     assert rough.standard_error <= 0.01
-    assert fine.standard_error <= 0.002
+    assert fine.standard_error <= 0.0012
     assert rough.n_replications == exact._FEWEST_REPLICATIONS < fine.n_replications
     assert fine.n_tasks > rough.n_tasks
     by_default = true_effect(scenario, relative_error=0.0)
@@ -556,7 +556,7 @@ def test_true_effect_refuses(scenario, message):
 
 
 def test_heavy_tails_are_simulated_where_the_mean_is_finite():
-    truth = true_effect(system(20, 0.5, TWO, THREE, service=HEAVY), absolute_error=0.02)
+    truth = true_effect(system(20, 0.5, TWO, THREE, service=HEAVY), absolute_error=0.05)
     assert truth.method == "simulation"
     assert truth.value < 0.0
 

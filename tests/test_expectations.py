@@ -7,6 +7,7 @@ wrong ones: another horizon, the untruncated limit, the direct effect, the true 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -17,7 +18,7 @@ from qdq.exact import small_chain
 
 Z = 4.0
 N_TASKS = 40_000
-N_REPLICATIONS = 240
+N_REPLICATIONS = 160
 
 CELLS = {
     "two servers": (
@@ -44,7 +45,7 @@ CELLS = {
     "three servers, p = 0.7": (
         qdq.Scenario(
             n_servers=3,
-            arrivals=qdq.Poisson(0.65),
+            arrivals=qdq.Poisson(0.5),
             control=qdq.PowerOfD(1),
             treatment=qdq.PowerOfD(3),
         ),
@@ -54,7 +55,7 @@ CELLS = {
     "idle queues against the shortest": (
         qdq.Scenario(
             n_servers=3,
-            arrivals=qdq.Poisson(0.7),
+            arrivals=qdq.Poisson(0.5),
             control=qdq.JoinIdleQueue(),
             treatment=qdq.JoinShortestQueue(),
         ),
@@ -62,6 +63,12 @@ CELLS = {
         (12,),
     ),
 }
+
+
+@functools.cache
+def chain_of(name):
+    scenario, propensity, _ = CELLS[name]
+    return small_chain(scenario, propensity)
 
 
 def replicate(scenario, propensity, horizons, seed):
@@ -82,7 +89,7 @@ def replicate(scenario, propensity, horizons, seed):
 @pytest.mark.parametrize("name", CELLS)
 def test_means_over_replications_agree_with_the_exact_expectation(name):
     scenario, propensity, horizons = CELLS[name]
-    chain = small_chain(scenario, propensity)
+    chain = chain_of(name)
     values = replicate(scenario, propensity, horizons, seed=sum(map(ord, name)))
     exact = {"naive": chain.direct_effect()}
     for horizon in horizons:
@@ -112,7 +119,7 @@ def test_an_off_by_one_window_would_be_seen():
     # At a short horizon the exact expectations of neighbouring windows differ by many standard
     # errors.
     scenario, propensity, _ = CELLS["two servers"]
-    chain = small_chain(scenario, propensity)
+    chain = chain_of("two servers")
     values = replicate(scenario, propensity, (2,), seed=77)
     for key, exact, wrong_horizons in (
         (("dq_response", 2, "group_means"), chain.expected_dq_response, (1,)),
@@ -128,7 +135,7 @@ def test_an_off_by_one_window_would_be_seen():
 @pytest.mark.parametrize("name", CELLS)
 def test_pure_runs_agree_with_the_exact_effect(name):
     scenario, _, _ = CELLS[name]
-    chain = small_chain(scenario)
+    chain = chain_of(name)
     pairs = np.array(
         [
             [
@@ -150,7 +157,7 @@ def test_pure_runs_agree_with_the_exact_effect(name):
 def test_dq_methods_see_what_the_naive_one_misses():
     # The mutation check of the whole: the naive estimator must fail where DQ passes.
     scenario, propensity, horizons = CELLS["two servers"]
-    chain = small_chain(scenario, propensity)
+    chain = chain_of("two servers")
     values = replicate(scenario, propensity, (max(horizons),), seed=5)
     naive = values["naive"]
     assert abs(naive.mean() - chain.slope()) > 10 * naive.std(ddof=1) / math.sqrt(N_REPLICATIONS)

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -321,8 +322,11 @@ def test_a_simulated_log_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_equal_logs_give_equal_files(tmp_path: Path, name: str) -> None:
-    for folder in ("a", "b"):
+def test_equal_logs_give_equal_files(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for clock, folder in enumerate(("a", "b")):
+        monkeypatch.setattr(time, "time", lambda clock=clock: 1e9 + clock)
         (tmp_path / folder).mkdir()
         small_log().write(tmp_path / folder / name)
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -334,6 +338,7 @@ def test_a_csv_can_be_read_elsewhere(tmp_path: Path) -> None:
     frame = pd.read_csv(tmp_path / "log.csv", skiprows=1)
     assert list(frame.columns) == list(log.to_frame().columns)
     np.testing.assert_allclose(frame["departure"], log.departure, rtol=1e-15, atol=0.0)
+    assert frame["treated"].dtype == np.int64
     assert frame["treated"].tolist() == [1, 0, 0, 1]
     first = (tmp_path / "log.csv").read_text().split("\n")[0]
     assert json.loads(first.removeprefix("# qdq "))["seed"] == [2**200, 7]
@@ -459,7 +464,7 @@ MALFORMED: list[tuple[str, str | bytes, str]] = [
         "\n\n" + HEAD + "0,1,1\n\n1,x,0\n",
         ", line 6, column 'departure': 'x' is not a number",
     ),
-    ("a.csv", HEAD + "0,1,1\r\n1,x,0\r\n", ", line 3, column 'departure': 'x' is not a number"),
+    ("a.csv", HEAD + "0,1,1\r\n\r\n1,x,0\r\n", ", line 4, column 'departure': 'x' is not a number"),
     ("a.csv", HEAD + "0,1,1\n1,,0\n", ", line 3, column 'departure': is missing or not a number"),
     ("a.csv", HEAD + "0,1,1\nNaN,1,0\n", ", line 3, column 'arrival': is missing or not a number"),
     ("a.csv", HEAD + "0,1,1\n-inf,1,0\n", ", line 3, column 'arrival': -inf is not finite"),
