@@ -859,11 +859,9 @@ def true_effect(
             load, policy = scenario.load, getattr(scenario, name)
             raise ValueError(
                 f"service={scenario.service!r} has an infinite variance, so the mean response "
-                f"under "
-                f"{name}={policy!r} at load {load:.4g} is infinite: service must have a finite "
-                "variance (for Pareto, shape > 2), or the policies must compare two or more "
-                "servers "
-                "at a load that all servers but one can carry"
+                f"under {name}={policy!r} at load {load:.4g} is infinite: service must have a "
+                "finite variance (for Pareto, shape > 2), or the policies must compare two or "
+                "more servers at a load that all servers but one can carry"
             )
     exact = [
         _exact_response(scenario, scenario.control),
@@ -934,11 +932,12 @@ def _simulate_until(
         for arm in arms:
             design = AllTreatment() if arm else AllControl()
             log = simulate(scenario, design, n_tasks, (seed, 1, j), record=("service_time",))
-            assert log.server is not None and log.service_time is not None
+            assert log.server is not None
+            assert log.service_time is not None
             counted = log.arrival < end
             row[arm] = float(log.response_time[counted].sum()) / expected
             requirement = log.service_time[counted] * scenario.rates[log.server[counted]]
-            row[2] = float(requirement.mean()) - scenario.service.mean
+            row[2] = float(requirement.mean()) / scenario.service.mean - 1.0
             row[3] = requirement.size / expected - 1.0
         return row
 
