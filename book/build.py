@@ -218,12 +218,13 @@ def run_page(stage: Path, path: Path, values: dict[str, Any], result: Path) -> s
             None,
             values,
             kernel_name="python3",
+            start_timeout=600,  # a busy machine may take minutes to start two of them
             progress_bar=False,
             cwd=source.parent,
             config=Config({"KernelManager": {"transport": transport}}),
         )
-    except PapermillException as error:
-        return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    except (PapermillException, RuntimeError) as error:  # the latter: a kernel that died
+        return re.sub(r"\x1b\[[0-9;]*m", "", str(error) or repr(error)).strip()
     # What papermill notes down is of this run and this machine, not of the page.
     notebook.metadata.pop("papermill", None)
     for position, cell in enumerate(notebook.cells):

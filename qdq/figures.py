@@ -304,7 +304,7 @@ def small_multiples(
     for axes in grid.flat[len(titles) :]:
         axes.set_visible(False)
     # Beside each other, so that methods that agree do not hide each other.
-    step = 0.012 * float(frame[x].max() - frame[x].min())
+    step = 0.008 * float(frame[x].max() - frame[x].min())
     shifts = step * (np.arange(len(methods)) - 0.5 * (len(methods) - 1))
     drawn: dict[str, Any] = {}
     for axes, title in zip(grid.flat, titles, strict=False):
