@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -208,23 +209,25 @@ def run_page(stage: Path, path: Path, values: dict[str, Any], result: Path) -> s
     from papermill.exceptions import PapermillException
     from traitlets.config import Config
 
-    # Ports are chosen before they are bound, so kernels that start together may clash over TCP.
-    transport = "tcp" if sys.platform == "win32" else "ipc"
     part = result.with_suffix(".part")
     source = stage / path
-    try:
-        notebook = papermill.execute_notebook(
-            source,
-            None,
-            values,
-            kernel_name="python3",
-            start_timeout=600,  # a busy machine may take minutes to start two of them
-            progress_bar=False,
-            cwd=source.parent,
-            config=Config({"KernelManager": {"transport": transport}}),
-        )
-    except (PapermillException, RuntimeError) as error:  # the latter: a kernel that died
-        return re.sub(r"\x1b\[[0-9;]*m", "", str(error) or repr(error)).strip()
+    # Ports are chosen before they are bound, so kernels that start together may clash over TCP;
+    # and sockets in a shared folder may clash too.
+    with tempfile.TemporaryDirectory() as sockets:
+        manager = {"transport": "ipc", "ip": os.path.join(sockets, "kernel")}
+        try:
+            notebook = papermill.execute_notebook(
+                source,
+                None,
+                values,
+                kernel_name="python3",
+                start_timeout=600,  # a busy machine may take minutes to start two of them
+                progress_bar=False,
+                cwd=source.parent,
+                config=Config({} if sys.platform == "win32" else {"KernelManager": manager}),
+            )
+        except (PapermillException, RuntimeError) as error:  # the latter: a kernel that died
+            return re.sub(r"\x1b\[[0-9;]*m", "", str(error) or repr(error)).strip()
     # What papermill notes down is of this run and this machine, not of the page.
     notebook.metadata.pop("papermill", None)
     for position, cell in enumerate(notebook.cells):

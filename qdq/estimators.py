@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -337,8 +337,9 @@ def switchback(log: TaskLog, *, washout: float = 0.0, level: float = 0.95) -> Es
     Parameters
     ----------
     log : TaskLog
-        Of a `Switchback` design, or from outside with the column ``period``; then a period begins
-        at its first task.
+        Of a `Switchback` design, or from outside with the column ``period``, which must not
+        decrease; then a period begins at its first task, unless the design's own clock gives the
+        column.
     washout : float, default 0.0
         Time dropped from the beginning of every period, in the log's unit, >= 0 and below the
         period.
@@ -530,10 +531,13 @@ def _check_methods(log: TaskLog, methods: Sequence[str] | None) -> tuple[str, ..
         raise TypeError(
             f"methods={methods!r} is one name: methods must be a list of names, [{methods!r}]"
         )
+    if methods is not None and not isinstance(methods, Iterable):
+        raise TypeError(f"methods={methods!r} is not a list of names, or None")
+    methods = None if methods is None else tuple(methods)
     admitted = _admitted(log)
     for name in () if methods is None else methods:
         check_choice("methods", name, METHODS)
-    chosen = admitted if methods is None else tuple(methods)
+    chosen = admitted if methods is None else methods
     origin = "from outside" if log.design is None else f"of design {log.design!r}"
     if log.design is None and log.period is not None:
         origin += " with the column period, a switchback"
@@ -590,11 +594,21 @@ def _switchback(log: TaskLog, washout: float, level: float) -> Estimate:
         raise ValueError(
             "switchback needs the column period, the number of the period of each task"
         )
+    row = int(np.argmax(np.diff(period, prepend=period[0]) < 0))
+    if row > 0:
+        raise ValueError(
+            f"switchback needs periods numbered in order of time, and task {row} is of period "
+            f"{period[row]} after one of period {period[row - 1]}"
+        )
+    length = None
     if log.design is not None:
         assert isinstance(log.design, Switchback)
-        if washout >= log.design.period:
-            raise validation.refuse("washout", washout, f"below the period, {log.design.period:g}")
-        begin = log.design.period * period
+        length = log.design.period
+        if washout >= length:
+            raise validation.refuse("washout", washout, f"below the period, {length:g}")
+    # A log from outside may count time and periods from another start than its design's.
+    if length is not None and np.array_equal(np.floor(log.arrival / length), period):
+        begin = length * period
     else:
         _, first, number = np.unique(period, return_index=True, return_inverse=True)
         begin = log.arrival[first][number]

@@ -83,14 +83,16 @@ class Table:
 
     def __init__(self, frame: pd.DataFrame, decimals: int) -> None:
         self._frame = frame
-        self._html = frame.to_html(
+        # Pivoting leaves a name above the columns, which would show as one more column.
+        html = frame.rename_axis(columns=None).to_html(
             index=False,
             border=0,
-            classes="table",
             justify="left",
             na_rep="",
             float_format=f"{{:,.{decimals}f}}".format,
         )
+        # A wide table scrolls in a box of its own.
+        self._html = f'<div style="overflow-x: auto; white-space: nowrap">{html}</div>'
 
     def __repr__(self) -> str:
         return self._frame.to_string(index=False)

@@ -5,6 +5,7 @@ Time is measured in mean service times of a server of rate 1, unless a trace bri
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -31,6 +32,11 @@ class _Part:
 
 class _Trace(_Part):
     """Parts that hold an array: equal when the arrays are."""
+
+    def __repr__(self) -> str:
+        ((name, values),) = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        ends = f"{values[0]:g} ... {values[-1]:g}" if values.size > 1 else f"{values[0]:g}"
+        return f"{type(self).__name__}({name}=[{ends}], {values.size} in all)"
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.to_dict() == other.to_dict()
@@ -116,7 +122,7 @@ class Periodic(_Part):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ArrivalTrace(_Trace):
     """Arrivals at given times. The system starts empty: a trace has no warm-up.
 
@@ -238,7 +244,7 @@ class LogNormal(_Part):
         return (-0.5 * variance, math.sqrt(variance))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ServiceTrace(_Trace):
     """Given service requirements, one per logged task in order of arrival, not scaled.
 
@@ -505,6 +511,7 @@ class Scenario:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><th>{f.name}</th><td>{getattr(self, f.name)!r}</td></tr>" for f in fields(self)
+            f"<tr><th>{f.name}</th><td>{html.escape(repr(getattr(self, f.name)))}</td></tr>"
+            for f in fields(self)
         )
         return f"<table><caption>Scenario</caption>{rows}</table>"

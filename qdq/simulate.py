@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -333,10 +333,13 @@ def _warmed_up(engine: _Engine, warm_up: float) -> tuple[kernels.State, NDArray[
 
 
 def _checked_record(record: Collection[str]) -> tuple[str, ...]:
+    right = "among " + ", ".join(RECORDABLE)
+    if not isinstance(record, Collection):
+        raise TypeError(f"record={record!r} is not a collection of names: they must be {right}")
     names = (record,) if isinstance(record, str) else tuple(record)
     for name in names:
         if name not in RECORDABLE:
-            raise validation.refuse("record", name, "among " + ", ".join(RECORDABLE))
+            raise validation.refuse("record", name, right)
     return tuple(name for name in RECORDABLE if name in names)
 
 
@@ -407,7 +410,8 @@ def simulate(
         0. By default ``scenario.default_warm_up``.
     record : collection of str, default ()
         Columns to keep beside arrival, departure, treated, server (and period under Switchback):
-        any of "service_time", "in_system", "candidates", "choices", "queue_lengths".
+        any of "service_time", "in_system", "candidates", "choices", "queue_lengths". There are no
+        candidates where neither policy samples servers.
 
     Returns
     -------
@@ -502,13 +506,15 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
     Returns
     -------
     TaskLog
-        With the optional columns that the log has. With ``treated=log.treated`` and the log's own
+        With the optional columns that the log has (``period`` only with ``treated=log.treated``),
+        and its `skip`. With ``treated=log.treated`` and the log's own
         scenario, a simulated log comes back bit for bit.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit the log.
+        If an argument does not fit the log, or the log's state at time 0 can't be made again: it is
+        itself a replay of a log with a warm-up, or has lost its scenario.
     """
     if not isinstance(scenario, Scenario):
         raise TypeError(f"scenario={scenario!r} is not a Scenario")
@@ -534,6 +540,11 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
         stream = seed_sequence(log.seed)
         before, _ = _engine(own, stream, log.design)
         state, carried_over = _warmed_up(before, float(log.warm_up or 0.0))
+        if not np.array_equal(carried_over, log.carried_over):
+            raise ValueError(
+                "the log's state at time 0 can't be made again from its scenario, design and seed: "
+                "it is itself a replay, or was changed; replay the log that was simulated"
+            )
         engine, _ = _engine(scenario, stream, log.design, treated=arms)
         fields: dict[str, Any] = {
             "scenario": scenario,
@@ -541,6 +552,17 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
             "warm_up": log.warm_up,
         }
     else:
+        if log.carried_over.size:
+            raise ValueError(
+                f"the log begins with {len(log.carried_over)} tasks of a warm-up and has not both "
+                "scenario and seed, so its state at time 0 can't be made again: give the scenario "
+                "back to it, dataclasses.replace(log, scenario=...)"
+            )
+        if isinstance(log.design, ServerSplit):
+            raise ValueError(
+                f"the log is from outside and of design {log.design!r}: replay does not know the "
+                "servers of each arm"
+            )
         engine, _ = _engine(
             scenario,
             seed_sequence(seed),
@@ -551,8 +573,8 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
             candidates=log.candidates,
         )
         state, carried_over = _empty_state(scenario.n_servers, 0.0), np.empty((0, 3))
-        fields = {"skip": log.skip, "time_unit": log.time_unit}
-    return _log(
+        fields = {}
+    result = _log(
         engine,
         state,
         carried_over,
@@ -561,8 +583,12 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
         propensity=propensity,
         design=design,
         n_servers=scenario.n_servers,
+        skip=log.skip,
+        time_unit=log.time_unit,
         **fields,
     )
+    # Periods from outside need not be counted from time 0.
+    return replace(result, period=log.period) if same else result
 
 
 # The column that shows whether a log has what `record` names.

@@ -59,6 +59,9 @@ _MATRICES = {"candidates": "candidate_", "queue_lengths": "queue_length_"}
 # What the columns hold, by the kind of their type.
 _RIGHT = {"f": "a number", "i": "a whole number", "b": "0 or 1"}
 _SERVER_INDICES = ("server", "choice_control", "choice_treatment", "candidates")
+# What a cell of a CSV may hold for 1 and 0, and what may stand on either side of it.
+_TRUE, _FALSE = ("1", "true", "True", "TRUE"), ("0", "false", "False", "FALSE")
+_PADS = ("", " ", "\t")
 _NUMBERED = re.compile(f"({'|'.join(_MATRICES.values())})(0|[1-9][0-9]*)")
 
 # The first line of a CSV of ours, and the key of the metadata in a Parquet file or a frame of ours.
@@ -251,6 +254,9 @@ class TaskLog:
             n_axes = 2 if name in _MATRICES else 1
             if values.ndim != n_axes:
                 raise ValueError(f"{name} has shape {values.shape}: it must have {n_axes} axes")
+            if n_axes == 2 and values.shape[1] == 0:
+                put(name, None)  # nothing that a file or a frame could hold
+                continue
             columns[name] = _typed(source, name, values, dtype)
         n = columns["arrival"].size
         if n == 0:
@@ -312,6 +318,12 @@ class TaskLog:
         put("carried_over", carried)
         if self.time_unit is not None and not isinstance(self.time_unit, str):
             raise TypeError(f"time_unit={self.time_unit!r} is not a string, or None")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for value in state.values():
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)  # numpy does not pickle that
+        self.__dict__.update(state)
 
     @property
     def n_tasks(self) -> int:
@@ -907,7 +919,13 @@ def _read_csv(path: Path) -> _Raw:
             # In one thread, else rows would have no numbers.
             pa.csv.ReadOptions(use_threads=False, column_names=names),
             pa.csv.ParseOptions(invalid_row_handler=note_ragged),
-            pa.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
+            # Arrow strips spaces off numbers, but not off these.
+            pa.csv.ConvertOptions(
+                column_types=types,
+                strings_can_be_null=False,
+                true_values=[f"{a}{word}{b}" for word in _TRUE for a in _PADS for b in _PADS],
+                false_values=[f"{a}{word}{b}" for word in _FALSE for a in _PADS for b in _PADS],
+            ),
         )
 
     types = {name: pa.from_numpy_dtype(_dtype_of(name)) for name in wanted}
@@ -934,7 +952,12 @@ def _first_bad_cell(cells: pa.ChunkedArray, kind: pa.DataType) -> int | None:
     """Return the first row whose text is not of a kind, or None."""
     import pyarrow as pa
 
+    words = {f"{a}{word}{b}" for word in _TRUE + _FALSE for a in _PADS for b in _PADS}
     for row, cell in enumerate(cells):
+        if pa.types.is_boolean(kind):
+            if cell.as_py() not in words:
+                return row
+            continue
         try:
             pa.scalar(cell.as_py().strip()).cast(kind)
         except pa.ArrowInvalid:

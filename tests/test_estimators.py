@@ -535,11 +535,28 @@ def test_switchback_by_loops(outside, washout, skip):
     assert found.n_used == sum(len(c) for c in clusters.values())
 
 
+def test_methods_may_come_from_a_generator():
+    names = ["dq_mixed", "naive"]
+    frame = qdq.estimate(random_log(), (name for name in names), horizon=9)
+    assert list(frame.method) == names
+
+
 def test_the_last_period_is_dropped():
     log = switchback_log()
     changed = log.departure.copy()
     changed[log.period == log.period[-1]] += 100.0
     assert qdq.switchback(replace(log, departure=changed)).value == qdq.switchback(log).value
+
+
+@pytest.mark.parametrize("shift", [-1e4, 2.0**30])
+def test_washout_does_not_go_by_another_clock(shift):
+    # Periods of a log from outside need not be counted from its time 0, though its design is known.
+    log = switchback_log()
+    moved = replace(log, arrival=log.arrival + shift, departure=log.departure + shift)
+    found = qdq.switchback(moved, washout=4.0)
+    right = qdq.switchback(replace(moved, design=None), washout=4.0)
+    assert (found.n_used, found.value) == (right.n_used, right.value)
+    assert found.n_used < qdq.switchback(moved).n_used
 
 
 def test_few_periods_are_warned_of():
@@ -879,6 +896,16 @@ REFUSED = {
         lambda: qdq.estimate(random_log(), "naive"),
         TypeError,
         r"methods='naive' is one name: methods must be a list of names, \['naive'\]",
+    ),
+    "methods of no use": (
+        lambda: qdq.estimate(random_log(), 5),
+        TypeError,
+        "methods=5 is not a list of names, or None",
+    ),
+    "periods out of order": (
+        lambda: qdq.switchback(replace(switchback_log(), period=-switchback_log().period)),
+        ValueError,
+        r"periods numbered in order of time, and task \d+ is of period -1 after one of period 0",
     ),
     "methods empty": (
         lambda: qdq.estimate(random_log(), []),

@@ -154,10 +154,12 @@ def test_small_multiples_take_a_single_x() -> None:
 
 def test_tables_are_rounded_and_always_the_same() -> None:
     frame = pd.DataFrame({"name": ["<a>", "b"], "value": [1234.5678, np.nan]})
+    frame.columns.name = "kind"
     first, second = (figures.table(frame, decimals=2)._repr_html_() for _ in range(2))
     assert first == second
     assert "1,234.57" in first
     assert "NaN" not in first
+    assert "kind" not in first
     assert "&lt;a&gt;" in first
     assert "1234" in repr(figures.table(frame))
     with pytest.raises(ValueError, match="decimals=-1 is not allowed"):

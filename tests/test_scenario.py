@@ -379,3 +379,19 @@ def test_an_unstable_group_is_refused():
         qdq.ServerSplit(0.75).check_stable(scenario, np.array([True, True, False, True]))
     allowed = scenario.replace(allow_unstable=True)
     qdq.ServerSplit(0.75).check_stable(allowed, np.array([True, True, False, True]))
+
+
+def test_a_scenario_prints_briefly_and_escaped():
+    scenario = qdq.Scenario(n_servers=4, arrivals=qdq.ArrivalTrace(np.arange(1000) * 0.5))
+    assert "arrivals=ArrivalTrace(times=[0 ... 499.5], 1000 in all)" in repr(scenario)
+    assert repr(qdq.ServiceTrace([2.0])) == "ServiceTrace(requirements=[2], 1 in all)"
+
+    @numba.njit
+    def first(queue_lengths, work, rates, candidates, u):
+        return candidates[0]
+
+    with pytest.warns(UserWarning, match="stability of a UserPolicy"):
+        policy = qdq.UserPolicy(first)
+    page = scenario.replace(control=policy)._repr_html_()
+    assert "&lt;function" in page
+    assert "<function" not in page

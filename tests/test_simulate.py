@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numba
 import numpy as np
@@ -464,6 +465,69 @@ def test_replay_of_an_outside_log_rebuilds_the_requirements():
     everything = qdq.replay(scenario, outside, treated=True)
     assert everything.design == qdq.AllTreatment()
     assert everything.response_time.mean() < log.response_time.mean()
+
+
+def test_replay_keeps_what_the_log_says_of_itself():
+    scenario = qdq.Scenario(n_servers=6)
+    log = qdq.simulate(scenario, qdq.Bernoulli(0.5), 200, seed=1)
+    log = replace(log, skip=3.0, time_unit="s")
+    again = qdq.replay(scenario, log, treated=~log.treated)
+    assert (again.skip, again.time_unit) == (3.0, "s")
+    outside = qdq.TaskLog(
+        arrival=log.arrival,
+        departure=log.departure,
+        treated=log.treated,
+        server=log.server,
+        period=np.arange(200) // 9 + 4,
+        skip=2.0,
+    )
+    again = qdq.replay(scenario, outside, treated=outside.treated)
+    same_columns(outside, again, ("period",))
+    assert again.skip == 2.0
+    assert qdq.replay(scenario, outside, treated=~outside.treated).period is None
+
+
+@pytest.mark.parametrize("treated", [True, False, None])
+def test_replay_of_a_replay_does_not_start_from_another_state(treated):
+    scenario = qdq.Scenario()
+    log = qdq.simulate(scenario, qdq.Bernoulli(0.5), 500, seed=1)
+    other = qdq.replay(scenario, log, treated=~log.treated if treated is None else treated)
+    with pytest.raises(ValueError, match="it is itself a replay, or was changed"):
+        qdq.replay(scenario, other, treated=log.treated)
+    # From an empty system there is nothing to make again.
+    log = qdq.simulate(scenario, qdq.Bernoulli(0.5), 500, seed=1, warm_up=0.0)
+    other = qdq.replay(scenario, log, treated=~log.treated if treated is None else treated)
+    same_columns(log, qdq.replay(scenario, other, treated=log.treated), ("departure", "server"))
+
+
+def test_replay_does_not_forget_a_warm_up_whose_scenario_is_lost():
+    scenario = qdq.Scenario()
+    log = qdq.simulate(scenario, qdq.Bernoulli(0.5), 500, seed=1)
+    lost = replace(log, scenario=None)
+    with pytest.raises(ValueError, match=r"has not both scenario and seed.*dataclasses\.replace"):
+        qdq.replay(scenario, lost, treated=log.treated)
+    again = qdq.replay(scenario, replace(lost, scenario=scenario), treated=log.treated)
+    same_columns(log, again, ("departure", "server"))
+
+
+def test_replay_does_not_guess_the_servers_of_a_split():
+    log = qdq.TaskLog(
+        arrival=[1.0], departure=[2.0], treated=[True], server=[0], design=qdq.ServerSplit(0.5)
+    )
+    with pytest.raises(ValueError, match="does not know the servers of each arm"):
+        qdq.replay(qdq.Scenario(), log, treated=True)
+
+
+def test_there_are_no_candidates_where_nobody_samples():
+    scenario = qdq.Scenario(control=qdq.RoundRobin(), treatment=qdq.JoinShortestQueue())
+    log = qdq.simulate(scenario, qdq.Bernoulli(0.5), 50, seed=1, record=("candidates",))
+    assert log.candidates is None
+
+
+@pytest.mark.parametrize("record", [5, None])
+def test_record_must_be_a_collection(record):
+    with pytest.raises(TypeError, match="is not a collection of names: they must be among"):
+        qdq.simulate(qdq.Scenario(), qdq.Bernoulli(0.5), 5, seed=1, record=record)
 
 
 BAD_CALLS = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gzip
 import itertools
 import json
 import os
+import pickle
 import re
 import time
 from collections.abc import Callable
@@ -964,3 +966,29 @@ def test_names_of_candidates_are_sorted_by_number(tmp_path: Path) -> None:
     log = TaskLog.read(tmp_path / "a.csv")
     assert log.candidates is not None
     assert log.candidates.tolist() == [list(range(12)), list(range(1, 13))]
+
+
+def test_spaces_around_cells_of_a_csv(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("arrival, departure, treated, server\n0, 1, 1, 0\n 1 ,\t2,\ttrue , 1\n2,3, 0,2\n")
+    log = TaskLog.read(path)
+    assert log.treated.tolist() == [True, True, False]
+    assert log.server is not None
+    assert log.server.tolist() == [0, 1, 2]
+    path.write_text("arrival, departure, treated\n0, 1,   1\n")
+    with pytest.raises(ValueError, match="line 2, column 'treated': '   1' is not 0 or 1"):
+        TaskLog.read(path)
+
+
+def test_a_matrix_without_columns_is_none() -> None:
+    assert small_log(candidates=np.empty((4, 0), np.int32)).candidates is None
+
+
+def test_pickled_columns_stay_read_only() -> None:
+    log = small_log()
+    assert log.response_time.sum() > 0.0
+    for other in (pickle.loads(pickle.dumps(log)), copy.deepcopy(log)):
+        assert repr(other) == repr(log)
+        for name in ("arrival", "treated", "carried_over", "response_time"):
+            assert getattr(other, name).tobytes() == getattr(log, name).tobytes()
+            assert not getattr(other, name).flags.writeable
