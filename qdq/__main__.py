@@ -257,7 +257,12 @@ def _advise(
         )
         naive = estimates["naive"]
         apart = abs(mixed["value"] - naive["value"])
-        if mixed["low"] <= naive["value"] <= mixed["high"]:
+        if mixed["standard_error"] == 0.0:
+            advice.append(
+                "The mixed estimate has a standard error of zero: the windows of an arm are all "
+                "alike, so this log cannot show an effect, nor how far off the estimate is."
+            )
+        elif mixed["low"] <= naive["value"] <= mixed["high"]:
             advice.append(
                 "This log cannot tell the mixed estimate from the naive one: they differ by "
                 f"{apart / mixed['standard_error']:.1f} standard errors of the mixed one. The "
@@ -535,6 +540,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arrival_rate=None,
                 level=options.level,
             )
+            lost = ~np.isfinite(frame[["value", "standard_error"]].to_numpy()).all(axis=1)
+            if lost.any():
+                raise ValueError(
+                    f"{frame['method'][int(np.argmax(lost))]} is not finite: the log's times are "
+                    "too large to be squared and summed; give them in another unit, or look for "
+                    "a wrong one"
+                )
             rows: list[dict[str, Any]] = _json_native(frame.to_dict("records"))
             checks = _check(log)
         except OSError as error:

@@ -267,8 +267,8 @@ def dq_queue(
 
     Notes
     -----
-    Arrivals oversample busy times: under a rate that varies, dividing by its mean is biased by tens
-    of per cent.
+    Arrivals oversample busy times: under a rate that varies, dividing by its mean can be biased by
+    tens of per cent.
     """
     return estimates_of(
         log,
@@ -533,11 +533,11 @@ def _check_methods(log: TaskLog, methods: Sequence[str] | None) -> tuple[str, ..
         )
     if methods is not None and not isinstance(methods, Iterable):
         raise TypeError(f"methods={methods!r} is not a list of names, or None")
-    methods = None if methods is None else tuple(methods)
+    methods = None if methods is None else list(methods)
     admitted = _admitted(log)
     for name in () if methods is None else methods:
         check_choice("methods", name, METHODS)
-    chosen = admitted if methods is None else methods
+    chosen = admitted if methods is None else tuple(methods)
     origin = "from outside" if log.design is None else f"of design {log.design!r}"
     if log.design is None and log.period is not None:
         origin += " with the column period, a switchback"

@@ -830,6 +830,10 @@ def true_effect(
     of service that removes most of what the largest requirements do, but standard errors are
     still rough then.
 
+    Not every infinite mean is known here. With `Pareto` service of shape a, k servers are held up
+    at once, each for more than x, a share of time of the order x^(-k (a - 1)); if the others cannot
+    carry the load, the mean response is infinite for k (a - 1) <= 1. Only k = 1 is checked.
+
     Examples
     --------
     >>> import qdq

@@ -8,6 +8,7 @@ distinction. Figures are narrow and their type is large, so that they can be rea
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,6 +79,23 @@ def use_style() -> None:
     )
 
 
+_NUMBER = re.compile(r"([-+−]?[\d,.]+( \([\d,.]+\))?( %)?)?")  # also with its error, or blank
+
+
+def _numbers_to_the_right(html: str) -> str:
+    """Align to the right those columns of an HTML table that hold only numbers."""
+    rows = re.split("(?=<tr)", html)
+    cells = [found for row in rows if (found := re.findall("<td>(.*?)</td>", row, re.DOTALL))]
+    right = [all(map(_NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]
+    for i, row in enumerate(rows):
+        parts = re.split("(?=<t[hd]>)", row)
+        for j, move in zip(range(1, len(parts)), right, strict=False):
+            if move:
+                parts[j] = parts[j].replace(">", ' style="text-align: right">', 1)
+        rows[i] = "".join(parts)
+    return "".join(rows)
+
+
 class Table:
     """A table that shows as HTML in a notebook, with the same bytes each time. Made by `table`."""
 
@@ -92,7 +110,7 @@ class Table:
             float_format=f"{{:,.{decimals}f}}".format,
         )
         # A wide table scrolls in a box of its own.
-        self._html = f'<div style="overflow-x: auto; white-space: nowrap">{html}</div>'
+        self._html = f'<div style="overflow-x: auto; white-space: nowrap">{_numbers_to_the_right(html)}</div>'
 
     def __repr__(self) -> str:
         return self._frame.to_string(index=False)

@@ -75,9 +75,7 @@ COUNTER_OFFSET = 1 << 62
 
 # The purposes, the third word of the counter.
 DRAW_TIMES = 0  # gap between arrivals (words 0, 1) and service requirement (words 2, 3)
-DRAW_ROUTE = (
-    1  # part 0: treatment (word 0) and candidates 0 to 2; part k: candidates 4k - 1 to 4k + 2
-)
+DRAW_ROUTE = 1  # part 0: treatment, candidates 0 to 2; part k: candidates 4k - 1 to 4k + 2
 DRAW_TIES = 2  # choice among tied servers, and the u of a user's policy (words 0, 1)
 DRAW_ANGLE = 3  # second uniform of a normal (words 0, 1)
 DRAW_PERIOD = 4  # treatment of a switchback period (word 0)

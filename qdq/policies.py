@@ -36,7 +36,12 @@ class Policy:
 
     @property
     def forgets_fast(self) -> bool:
-        """Whether queues under this policy relax like 1/(1 - load), not like its square."""
+        """Whether the policy compares queues.
+
+        Those of many servers then relax like 1/(1 - load) at moderate loads. The total of N servers
+        cannot relax faster than that of one queue served by all, 1/(N (1 - sqrt(load))^2), which is
+        longer for a few servers or a load close to 1.
+        """
         return True
 
     def load(self, rates: NDArray[np.float64], demand: float) -> float:

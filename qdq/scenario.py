@@ -221,7 +221,7 @@ class LogNormal(_Part):
     Parameters
     ----------
     cv : float
-        Coefficient of variation (standard deviation over mean), > 0.
+        Coefficient of variation (standard deviation over mean), > 0 and at most 1e6.
     """
 
     kind: ClassVar[int] = kernels.LOGNORMAL
@@ -229,8 +229,9 @@ class LogNormal(_Part):
     cv: float
 
     def __post_init__(self) -> None:
-        right = "a coefficient of variation > 0"
-        object.__setattr__(self, "cv", validation.number("cv", self.cv, right, above=0.0))
+        right = "a coefficient of variation > 0 and at most 1e6"
+        cv = validation.number("cv", self.cv, right, above=0.0, at_most=1e6)
+        object.__setattr__(self, "cv", cv)
 
     @property
     def scv(self) -> float:
@@ -450,9 +451,11 @@ class Scenario:
     def default_warm_up(self) -> float:
         """Time simulated before the log begins, from an empty system.
 
-        20 / (1 - load) mean service times if both policies choose among two or more servers,
-        otherwise 5 / (1 - sqrt(load))^2; at least a cycle of a periodic rate; none for an arrival
-        trace.
+        In mean service times, with c = (1 + scv) / 2 of the service law where that is finite and
+        above 1, else 1: if both policies choose among two or more servers, 20 / (1 - load) or
+        5 c / (n_servers (1 - sqrt(load))^2), whichever is more (the total relaxes no faster than in
+        one fast server, which matters for few servers or a load close to 1); otherwise
+        5 c / (1 - sqrt(load))^2. At least a cycle of a periodic rate; none for an arrival trace.
 
         Raises
         ------
@@ -464,13 +467,15 @@ class Scenario:
         if self.load >= 1.0:
             raise ValueError(
                 f"warm_up=None is not allowed at load {self.load:.4g}: an unstable system has no "
-                f"steady state, "
-                "so warm_up must be given as a time >= 0"
+                "steady state, so warm_up must be given as a time >= 0"
             )
+        spread = (1.0 + self.service.scv) / 2.0
+        alone = 5.0 * (max(1.0, spread) if math.isfinite(spread) else 1.0)
+        alone /= (1.0 - math.sqrt(self.load)) ** 2
         if self.control.forgets_fast and self.treatment.forgets_fast:
-            services = 20.0 / (1.0 - self.load)
+            services = max(20.0 / (1.0 - self.load), alone / self.n_servers)
         else:
-            services = 5.0 / (1.0 - math.sqrt(self.load)) ** 2
+            services = alone
         warm_up = services * self.mean_service_time
         return (
             max(warm_up, self.arrivals.period) if isinstance(self.arrivals, Periodic) else warm_up
@@ -503,10 +508,14 @@ class Scenario:
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise validation.refuse("scenario field", unknown[0], "one of the fields of Scenario")
-        for name in ("arrivals", "service"):
-            values[name] = _part_from_dict(values[name])
-        for name in ("control", "treatment"):
-            values[name] = policy_from_dict(values[name])
+        for name, read in (
+            ("arrivals", _part_from_dict),
+            ("service", _part_from_dict),
+            ("control", policy_from_dict),
+            ("treatment", policy_from_dict),
+        ):
+            if name in values:
+                values[name] = read(values[name])
         return cls(**values)
 
     def _repr_html_(self) -> str:

@@ -60,11 +60,12 @@ def boolean(name: str, value: Any) -> bool:
 def vector(name: str, value: Any, right: str) -> NDArray[np.float64]:
     """Return `value` as a read-only one-dimensional array of finite floats, else raise."""
     try:
-        result = np.array(value, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} holds something that is not a number: it must be {right}"
-        ) from error
+        given = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name} is no array: it must be {right}") from error
+    if given.dtype.kind not in "iuf":  # no texts, dates or truth values taken for numbers
+        raise TypeError(f"{name} holds something that is not a number: it must be {right}")
+    result = given.astype(np.float64)
     if result.ndim != 1 or result.size == 0:
         raise ValueError(f"{name} has shape {result.shape}: it must be {right}")
     bad = np.flatnonzero(~np.isfinite(result))

@@ -441,3 +441,21 @@ def test_log_of_one_arm(capsys, tmp_path, scenario):
     path = tmp_path / "log.parquet"
     qdq.simulate(scenario, qdq.AllControl(), n_tasks=1_000, seed=1, warm_up=0.0).write(path)
     assert "one arm only" in refused(capsys, "estimate", path)
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_log_without_any_variation(capsys, tmp_path, form):
+    path = tmp_path / "even.csv"
+    rows = "".join(f"{i},{i + 0.5},{i * 7 % 5 % 2}\n" for i in range(100))
+    path.write_text(f"arrival,departure,treated\n{rows}")
+    said = run(capsys, "estimate", path, "--horizon", 5, *form)
+    assert "standard error of zero" in " ".join(said.out.split())
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_times_too_large_to_compute_with(capsys, tmp_path, form):
+    path = tmp_path / "large.csv"
+    rows = "".join(f"{i},{1e308 if i == 5 else i + 0.5},{i * 7 % 5 % 2}\n" for i in range(100))
+    path.write_text(f"arrival,departure,treated\n{rows}")
+    said = refused(capsys, "estimate", path, "--horizon", 5, *form)
+    assert "naive is not finite: the log's times are too large" in said

@@ -425,10 +425,12 @@ def test_true_effect_is_exact_where_it_can_be(chain):
 
 def test_partly_exact_effect():
     # The limit -0.7248 (0.0003) comes from an independent simulation of 20 servers.
-    truth = true_effect(system(20, 0.5, RANDOM, TWO), relative_error=0.003, absolute_error=0.0)
+    truth = true_effect(system(20, 0.5, RANDOM, TWO), relative_error=0.003)
     assert truth.method == "partly exact"
     assert (truth.mean_response_control, truth.standard_error_control) == (2.0, 0.0)
-    assert truth.standard_error == truth.standard_error_treatment <= 0.003 * abs(truth.value)
+    assert truth.standard_error == truth.standard_error_treatment
+    # The rule: 0.3 % of the effect, or 0.1 % of the control's 2.
+    assert truth.standard_error <= max(0.003 * abs(truth.value), 0.002)
     assert abs(truth.value + 0.7248) < Z * math.hypot(truth.standard_error, 0.0003)
 
 
@@ -477,7 +479,7 @@ def test_precision_follows_the_rule():
 
 
 def test_equal_policies_have_no_effect():
-    truth = true_effect(system(9, 0.5, TWO, TWO), relative_error=0.0, absolute_error=1e-9)
+    truth = true_effect(system(9, 0.5, TWO, TWO), absolute_error=0.05)
     assert (truth.value, truth.standard_error) == (0.0, 0.0)
 
 

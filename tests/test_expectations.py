@@ -52,12 +52,12 @@ CELLS = {
         0.7,
         (1, 20),
     ),
-    "idle queues against the shortest": (
+    "random against idle queues": (
         qdq.Scenario(
             n_servers=3,
             arrivals=qdq.Poisson(0.5),
-            control=qdq.JoinIdleQueue(),
-            treatment=qdq.JoinShortestQueue(),
+            control=qdq.PowerOfD(1),
+            treatment=qdq.JoinIdleQueue(),
         ),
         0.5,
         (12,),
@@ -104,7 +104,7 @@ def test_means_over_replications_agree_with_the_exact_expectation(name):
             expected,
             error,
         )
-    # Sharp enough to tell the target of each method from the true effect.
+    # Sharp enough to see a sign, a factor of two, and the naive one's miss.
     naive_error = values["naive"].std(ddof=1) / math.sqrt(N_REPLICATIONS)
     assert Z * naive_error < 0.3 * abs(chain.direct_effect() - chain.global_effect)
     for key in (
@@ -112,7 +112,7 @@ def test_means_over_replications_agree_with_the_exact_expectation(name):
         ("dq_queue", max(horizons), "group_means"),
     ):
         error = values[key].std(ddof=1) / math.sqrt(N_REPLICATIONS)
-        assert Z * error < abs(exact[key] - chain.global_effect)
+        assert Z * error < 0.6 * abs(exact[key])
 
 
 def test_an_off_by_one_window_would_be_seen():

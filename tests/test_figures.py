@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import matplotlib.pyplot as plt
@@ -162,8 +163,23 @@ def test_tables_are_rounded_and_always_the_same() -> None:
     assert "kind" not in first
     assert "&lt;a&gt;" in first
     assert "1234" in repr(figures.table(frame))
+    assert figures.table(frame.head(0))._repr_html_().count("<th>") == 2
     with pytest.raises(ValueError, match="decimals=-1 is not allowed"):
         figures.table(frame, decimals=-1)
+
+
+def test_columns_of_numbers_are_aligned_to_the_right() -> None:
+    texts = {
+        "pair": ["1 vs 2", "2 vs 3"],
+        "load": ["0.5", "1,000"],
+        "bias": ["-0.36 (0.01)", ""],
+        "share": ["−51 %", "+2 %"],
+        "blank and text": ["", "none"],
+    }
+    html = figures.table(pd.DataFrame(texts | {"value": [0.1, np.nan]}))._repr_html_()
+    right = re.findall('<th style="text-align: right">(.*?)</th>', html)
+    assert right == ["load", "bias", "share", "value"]
+    assert html.count('<td style="text-align: right">') == 2 * len(right)
 
 
 @pytest.mark.parametrize(

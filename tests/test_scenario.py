@@ -259,6 +259,10 @@ def test_defaults_of_horizon_and_warm_up():
     assert scenario.default_warm_up == pytest.approx(20 / 0.2)
     slow = scenario.replace(control=qdq.PowerOfD(1))
     assert slow.default_warm_up == pytest.approx(5 / (1 - math.sqrt(0.8)) ** 2)
+    rough = slow.replace(service=qdq.LogNormal(3.0))
+    assert rough.default_warm_up == pytest.approx(5 * slow.default_warm_up)
+    few = qdq.Scenario(n_servers=3, arrivals=qdq.Poisson(0.95))
+    assert few.default_warm_up == pytest.approx(5 / 3 / (1 - math.sqrt(0.95)) ** 2)
     fast_servers = scenario.replace(service_rates=2.0)
     assert fast_servers.default_warm_up == pytest.approx(20 / 0.6 / 2)
     assert scenario.replace(arrivals=qdq.Periodic(0.8, 0.1, 5000)).default_warm_up == 5000

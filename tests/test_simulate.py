@@ -235,11 +235,21 @@ def test_a_longer_log_begins_with_the_shorter():
         np.testing.assert_array_equal(getattr(short, name), getattr(long, name)[:1500])
 
 
-@pytest.mark.parametrize("lam", [0.8, 0.95])
-def test_doubling_the_warm_up_changes_nothing(lam):
-    # The last tasks before time 0 keep their draws, so the first logged ones make a paired
-    # comparison.
-    scenario = qdq.Scenario(arrivals=qdq.Poisson(lam))
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        qdq.Scenario(arrivals=qdq.Poisson(0.95)),
+        qdq.Scenario(n_servers=3, arrivals=qdq.Poisson(0.9)),
+        qdq.Scenario(
+            n_servers=5,
+            arrivals=qdq.Poisson(0.7),
+            service=qdq.LogNormal(2.0),
+            control=qdq.PowerOfD(1),
+        ),
+    ],
+)
+def test_doubling_the_warm_up_changes_nothing(scenario):
+    # The last tasks before time 0 keep their draws: the first logged ones are a paired comparison.
     warm_up = scenario.default_warm_up
     means = np.array(
         [
@@ -249,12 +259,12 @@ def test_doubling_the_warm_up_changes_nothing(lam):
                 ).response_time.mean()
                 for w in (warm_up, 2 * warm_up)
             ]
-            for j in range(200)
+            for j in range(300)
         ]
     )
     change = means[:, 1] - means[:, 0]
-    error = change.std(ddof=1) / math.sqrt(200)
-    assert error < 0.03 * means.mean()
+    error = change.std(ddof=1) / math.sqrt(300)
+    assert error < 0.04 * means.mean()
     assert abs(change.mean()) < Z * error
 
 
@@ -642,7 +652,8 @@ for scenario, design in [
     for name in ("arrival", "departure", "treated", "server", "service_time", "in_system",
                  "candidates",
                  "choice_control", "choice_treatment", "queue_lengths", "carried_over"):
-        digest.update(np.ascontiguousarray(getattr(log, name)).tobytes())
+        column = getattr(log, name)
+        digest.update(b"" if column is None else np.ascontiguousarray(column).tobytes())
 print(digest.hexdigest())
 """
 

@@ -970,7 +970,9 @@ def test_names_of_candidates_are_sorted_by_number(tmp_path: Path) -> None:
 
 def test_spaces_around_cells_of_a_csv(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text("arrival, departure, treated, server\n0, 1, 1, 0\n 1 ,\t2,\ttrue , 1\n2,3, 0,2\n")
+    path.write_text(
+        "arrival, departure, treated, server\n0, 1, 1, 0\n 1 ,\t2,\ttrue , 1\n2,3, 0,2\n"
+    )
     log = TaskLog.read(path)
     assert log.treated.tolist() == [True, True, False]
     assert log.server is not None
