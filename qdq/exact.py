@@ -53,7 +53,15 @@ from qdq.policies import (
     ShortestExpectedDelay,
     UserPolicy,
 )
-from qdq.scenario import Exponential, Periodic, Poisson, Scenario, Service, ServiceTrace
+from qdq.scenario import (
+    Exponential,
+    Pareto,
+    Periodic,
+    Poisson,
+    Scenario,
+    Service,
+    ServiceTrace,
+)
 from qdq.simulate import simulate
 
 # --------------------------------------------------------------------------------------------------
@@ -821,7 +829,7 @@ def true_effect(
     ValueError
         If the scenario is unstable, or a mean response is known to be infinite: an infinite
         variance of service, and a policy that does not compare servers or servers that cannot
-        carry the load without the fastest.
+        carry the load without the fastest few.
 
     Notes
     -----
@@ -830,9 +838,9 @@ def true_effect(
     of service that removes most of what the largest requirements do, but standard errors are
     still rough then.
 
-    Not every infinite mean is known here. With `Pareto` service of shape a, k servers are held up
-    at once, each for more than x, a share of time of the order x^(-k (a - 1)); if the others cannot
-    carry the load, the mean response is infinite for k (a - 1) <= 1. Only k = 1 is checked.
+    With `Pareto` service of shape a, k servers are held up at once, each for more than x, a share
+    of time of the order x^(-k (a - 1)); if the others cannot carry the load, the mean response is
+    infinite for k (a - 1) <= 1, and is refused.
 
     Examples
     --------
@@ -842,6 +850,8 @@ def true_effect(
     >>> round(truth.value, 5), truth.standard_error, truth.method
     (-0.81822, 0.0, 'exact')
     """
+    if not isinstance(scenario, Scenario):
+        raise TypeError(f"scenario={scenario!r} is not a Scenario")
     right = "a number >= 0"
     relative = validation.number("relative_error", relative_error, right, at_least=0.0)
     absolute = None
@@ -865,7 +875,7 @@ def true_effect(
                 f"service={scenario.service!r} has an infinite variance, so the mean response "
                 f"under {name}={policy!r} at load {load:.4g} is infinite: service must have a "
                 "finite variance (for Pareto, shape > 2), or the policies must compare two or "
-                "more servers at a load that all servers but one can carry"
+                "more servers at a load that is carried with some of them held up"
             )
     exact = [
         _exact_response(scenario, scenario.control),
@@ -892,9 +902,16 @@ def _mean_is_infinite(scenario: Scenario, policy: Policy) -> bool:
         return False
     if _is_random_routing(scenario, policy) or isinstance(policy, (RoundRobin, JoinIdleQueue)):
         return True
-    others = float(scenario.rates.sum() - scenario.rates.max())
+    # With tail index a, k servers at once are held up beyond x for a share of the time of order
+    # x^(-k (a - 1)), which is too often for a finite mean if k (a - 1) <= 1 and the others cannot
+    # carry the load.
+    assert isinstance(scenario.service, Pareto)
+    rates = np.sort(scenario.rates)[::-1]
+    left = rates.sum() - np.cumsum(rates)
+    held_up = np.arange(1, rates.size + 1)
+    often = held_up * (scenario.service.shape - 1.0) <= 1.0
     demand = scenario.total_arrival_rate * scenario.service.mean
-    return demand > others and not isinstance(policy, UserPolicy)
+    return bool(np.any(often & (demand > left))) and not isinstance(policy, UserPolicy)
 
 
 def _exact_response(scenario: Scenario, policy: Policy) -> float | None:

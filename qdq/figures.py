@@ -110,7 +110,8 @@ class Table:
             float_format=f"{{:,.{decimals}f}}".format,
         )
         # A wide table scrolls in a box of its own.
-        self._html = f'<div style="overflow-x: auto; white-space: nowrap">{_numbers_to_the_right(html)}</div>'
+        html = _numbers_to_the_right(html)
+        self._html = f'<div style="overflow-x: auto; white-space: nowrap">{html}</div>'
 
     def __repr__(self) -> str:
         return self._frame.to_string(index=False)
