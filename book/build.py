@@ -24,8 +24,7 @@ from html.parser import HTMLParser
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import nbformat
 import yaml
@@ -68,8 +67,6 @@ def type_name(kind: Any) -> str:
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value read from YAML is of a parameter's type; an int will do for a float."""
     args = get_args(kind)
-    if get_origin(kind) in (Union, UnionType):
-        return any(fits(value, arg) for arg in args)
     if get_origin(kind) is list:
         return isinstance(value, list) and all(fits(item, args[0]) for item in value)
     if get_origin(kind) is dict:
@@ -94,6 +91,8 @@ def read_assignment(statement: ast.stmt) -> tuple[str, Any, Any]:
 
 def read_parameters(path: Path, where: str) -> dict[str, Parameter]:
     """Read the typed names in the notebook's `parameters` cell."""
+    from papermill.translators import PythonTranslator
+
     cells = nbformat.read(path, as_version=4).cells
     tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
     if len(tagged) > 1:
@@ -111,6 +110,12 @@ def read_parameters(path: Path, where: str) -> dict[str, Parameter]:
             line = cell.source.splitlines()[(statement.end_lineno or 1) - 1].encode()
             comment = line[statement.end_col_offset :].decode().strip(" #")
             parameters[name] = Parameter(kind, default, comment)
+        seen = {parameter.name for parameter in PythonTranslator.inspect(cell)}
+        if unseen := [name for name in parameters if name not in seen]:
+            raise BuildError(
+                f"{where}: papermill cannot parse the line of {', '.join(unseen)} in the "
+                "parameters cell; write plain types, and `=` only once, not in the comment"
+            )
     return parameters
 
 

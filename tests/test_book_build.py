@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import nbformat
+import papermill
 import pytest
 import yaml
 
@@ -20,7 +21,7 @@ loads: list[float] = [0.5, 0.7]  # arrival rate per server
 pairs: list[list[int]] = [[1, 2]]  # control and treatment
 n_tasks: int = 1000  # tasks # in each run
 label: str = "a#b"
-limit: float | None = None"""
+"""
 
 
 def write_notebook(path: Path, *sources: str, parameters: str = "") -> None:
@@ -46,7 +47,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "_toc.yml").write_text(
         "format: jb-book\nroot: book/index\nchapters:\n  - file: book/one\n"
     )
-    (tmp_path / "book" / "index.md").write_text("# Index\n\nA formula: $W_i \\le x^2$.\n")
+    (tmp_path / "book" / "index.md").write_text("# Index\n\nA formula: $W_i \\le V'(p)$.\n")
     (tmp_path / "book" / "references.bib").write_text("")
     (tmp_path / "book" / "params" / "smoke.yml").write_text("one: {n_tasks: 10}\n")
     (tmp_path / "qdq" / "__init__.py").write_text("")
@@ -77,7 +78,6 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--set", "one.loads=0.9"], "must be list[float], not 0.9 (float)"),
         (["--set", "one.loads=[a]"], "must be list[float], not ['a'] (list)"),
         (["--set", "one.pairs=[[1, 2.5]]"], "must be list[list[int]], not [[1, 2.5]]"),
-        (["--set", "one.limit=a"], "must be float | None, not 'a'"),
         (["--set", "n_tasks=1"], "write page.parameter=value"),
         (["--only", "two"], "--only two: the pages are index, one"),
     ],
@@ -118,6 +118,24 @@ def test_parameters_cells_hold_typed_plain_values(
     write_notebook(root / "book" / "one.ipynb", parameters=line)
     assert runner.main(["--list"], root) == 1
     assert f"not `{line}`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["n: int = 3  # >= 1", "n: str = 'a=b'"])
+def test_parameters_that_papermill_cannot_parse_are_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    write_notebook(root / "book" / "one.ipynb", parameters=f"m: int = 1\n{line}")
+    assert runner.main(["--list"], root) == 1
+    assert "papermill cannot parse the line of n in the parameters cell" in capsys.readouterr().err
+
+
+def test_papermill_knows_every_parameter_of_the_book(caplog: pytest.LogCaptureFixture) -> None:
+    pages = [page for page in runner.read_pages(PROJECT).values() if page.runs]
+    assert any(page.parameters for page in pages)
+    for page in pages:
+        known = papermill.inspect_notebook(PROJECT / page.path)
+        assert list(known) == list(page.parameters), page.path
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
 def test_pages_that_would_not_run_or_are_missing_are_refused(
@@ -213,7 +231,10 @@ def test_a_whole_build(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert runner.main(["--params", "smoke", "--set", "one.loads=[0.875]"], root) == 0
     page = root / "_build" / "html" / "book" / "one.html"
     assert "loads [0.875] 10" in page.read_text()
-    assert "<math>" in (root / "_build" / "html" / "book" / "index.html").read_text()
+    index = (root / "_build" / "html" / "book" / "index.html").read_text()
+    assert "<math>" in index
+    assert '<span class="unbroken"><math>' in index
+    assert '<mpadded voffset="-0.25em"><mo>′</mo>' in index
     for formula in (r"$\nosuchcommand$", "{ref}`nowhere`"):
         (root / "book" / "index.md").write_text(f"# Index\n\n{formula}\n")
         assert runner.main(["--params", "smoke", "--set", "one.loads=[0.875]"], root) == 1
