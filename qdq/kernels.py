@@ -484,19 +484,18 @@ class Record(NamedTuple):
 
 
 @njit(inline="always", error_model="numpy")
-def tasks_after(s, time, lines, overflow_count, overflow_head, pool, pool_next, pool_free):
-    """Count the departures from server s after `time`; drop the others from the overflow."""
+def tasks_after(s, time, lines, overflow_count, overflow_head, pool, pool_next):
+    """Count the departures from server s after `time`."""
     q = 0
     for i in range(8):
         q += lines[s, i] > time
-    if q == 8 and overflow_count[s] > 0:
-        while overflow_count[s] > 0 and pool[overflow_head[s]] <= time:
-            entry = overflow_head[s]
-            overflow_head[s] = pool_next[entry]
-            overflow_count[s] -= 1
-            pool_next[entry] = pool_free[0]
-            pool_free[0] = entry
-        q += overflow_count[s]
+    if q == 8:
+        left = overflow_count[s]
+        entry = overflow_head[s]
+        while left > 0 and pool[entry] <= time:
+            entry = pool_next[entry]
+            left -= 1
+        q += left
     return q
 
 
@@ -650,7 +649,7 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
             ):
                 for s in range(n_servers):
                     q = tasks_after(
-                        s, seen_at, lines, overflow_count, overflow_head, pool, pool_next, pool_free
+                        s, seen_at, lines, overflow_count, overflow_head, pool, pool_next
                     )
                     lengths[s] = q - unseen[s] if hides else q
                     if delayed:
@@ -681,7 +680,6 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                             overflow_head,
                             pool,
                             pool_next,
-                            pool_free,
                         )
                         if hides:
                             q -= unseen[s]
@@ -746,6 +744,13 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
             departure = max(t, newest) + service
             oldest = lines[chosen, 7]
             if oldest > seen_at:
+                # Into the overflow, from which the departed are taken first.
+                while overflow_count[chosen] > 0 and pool[overflow_head[chosen]] <= seen_at:
+                    entry = overflow_head[chosen]
+                    overflow_head[chosen] = pool_next[entry]
+                    overflow_count[chosen] -= 1
+                    pool_next[entry] = pool_free[0]
+                    pool_free[0] = entry
                 entry = pool_free[0]
                 pool_free[0] = pool_next[entry]
                 pool[entry] = oldest
