@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qdq import kernels, validation
-from qdq.designs import AllControl, AllTreatment, Bernoulli, Design, ServerSplit, Switchback
+from qdq.designs import AllControl, AllTreatment, Design, ServerSplit, Switchback
 from qdq.policies import UserPolicy
 from qdq.scenario import ArrivalTrace, Periodic, Scenario, ServiceTrace
 from qdq.tasklog import TaskLog
@@ -100,22 +100,9 @@ class _Engine:
             if status == kernels.BAD_CHOICE:
                 raise ValueError(
                     f"the UserPolicy chose, for task {reached}, a server that is not among its "
-                    f"candidates: "
-                    "it must return one of the candidates"
+                    "candidates: it must return one of the candidates"
                 )
             state = _with_more_room(state)
-
-
-def _thresholds(design: Design) -> tuple[int, float]:
-    """Return the threshold below which a 32-bit draw means treatment, and a switchback's period."""
-    if isinstance(design, AllControl):
-        return 0, 1.0
-    if isinstance(design, AllTreatment):
-        return 1 << 32, 1.0
-    if isinstance(design, Switchback):
-        return round(design.propensity * 2**32), design.period
-    assert isinstance(design, (Bernoulli, ServerSplit))
-    return round(getattr(design, "propensity", 0.5) * 2**32), 1.0
 
 
 def _propensity(design: Design | None) -> float | None:
@@ -144,7 +131,6 @@ def _engine(
     members = np.tile(np.arange(n, dtype=np.int64), (2, 1))
     n_members = np.array([n, n], dtype=np.int64)
     propensity = _propensity(design)
-    threshold, switch_period = _thresholds(design) if design is not None else (0, 1.0)
     if isinstance(design, ServerSplit):
         child = np.random.SeedSequence(stream.entropy, spawn_key=(*stream.spawn_key, _SPLIT_STREAM))
         split = design.treated_servers(scenario, child)
@@ -155,7 +141,6 @@ def _engine(
             members[arm, : mine.size] = mine
         # A task goes to a group in proportion to the group's capacity.
         propensity = float(np.sum(scenario.rates[split]) / np.sum(scenario.rates))
-        threshold = round(propensity * 2**32)
 
     d = np.array([policy.n_choices or 0 for policy in policies], dtype=np.int64)
     user = tuple(policy.function if isinstance(policy, UserPolicy) else None for policy in policies)
@@ -217,8 +202,9 @@ def _engine(
             if isinstance(design, Switchback)
             else kernels.ASSIGN_BY_TASK
         ),
-        threshold=threshold,
-        switch_period=switch_period,
+        # A 32-bit draw below this means treatment.
+        threshold=round((propensity or 0.0) * 2**32),
+        switch_period=design.period if isinstance(design, Switchback) else 1.0,
         treated=_contiguous(treated, np.bool_),
         needs_ties=any(policy.n_choices is None for policy in policies),
     )
@@ -425,7 +411,8 @@ def simulate(
 
     Examples
     --------
-    >>> log = simulate(Scenario(n_servers=4), Bernoulli(0.5), n_tasks=1000, seed=1)
+    >>> import qdq
+    >>> log = qdq.simulate(qdq.Scenario(n_servers=4), qdq.Bernoulli(0.5), n_tasks=1000, seed=1)
     >>> log.n_tasks
     1000
     """
@@ -507,8 +494,8 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
     -------
     TaskLog
         With the optional columns that the log has (``period`` only with ``treated=log.treated``),
-        and its `skip`. With ``treated=log.treated`` and the log's own
-        scenario, a simulated log comes back bit for bit.
+        and its `skip`. With ``treated=log.treated`` and the log's own scenario, a simulated log
+        comes back bit for bit.
 
     Raises
     ------
@@ -534,8 +521,7 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
         if scenario.replace(control=own.control, treatment=own.treatment) != own:
             raise ValueError(
                 "scenario differs from the one that the log was simulated with in more than its "
-                "policies: "
-                "use log.scenario.replace(control=..., treatment=...)"
+                "policies: use log.scenario.replace(control=..., treatment=...)"
             )
         stream = seed_sequence(log.seed)
         before, _ = _engine(own, stream, log.design)
@@ -629,8 +615,7 @@ def _requirements(scenario: Scenario, log: TaskLog) -> NDArray[np.float64]:
         if bad.size:
             raise ValueError(
                 f"task {bad[0]} departs before the task ahead of it at server "
-                f"{log.server[bad[0]]}: "
-                "service times can be rebuilt from a FCFS log only"
+                f"{log.server[bad[0]]}: service times can be rebuilt from a FCFS log only"
             )
     requirements: NDArray[np.float64] = service_time * scenario.rates[log.server]
     return requirements

@@ -22,8 +22,7 @@ def words(purpose, first, n, part=0, key=KEY):
     return out
 
 
-# --- the generator
-# ---------------------------------------------------------------------------------
+# --- the generator --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,8 +92,7 @@ def test_bad_seeds_are_refused(seed):
         seed_sequence(seed)
 
 
-# --- elementary functions
-# --------------------------------------------------------------------------
+# --- elementary functions -------------------------------------------------------------------------
 
 
 def ulps(value, exact):
@@ -135,8 +133,7 @@ def test_uniform_covers_the_open_unit_interval():
     assert kernels.uniform(high, high) == 1.0 - 2.0**-53
 
 
-# --- laws
-# ------------------------------------------------------------------------------------------
+# --- laws -----------------------------------------------------------------------------------------
 
 
 def requirements(kind, a, b, n, trace=NO_TRACE, first=0):
@@ -188,8 +185,7 @@ def test_periodic_time_inverts_the_expected_count(amplitude):
     np.testing.assert_allclose(back, counts, atol=1e-9)
 
 
-# --- candidates
-# ------------------------------------------------------------------------------------
+# --- candidates -----------------------------------------------------------------------------------
 
 
 def candidates(depth, n, n_servers=20, first=0):

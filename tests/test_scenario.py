@@ -193,8 +193,7 @@ def test_specifications_are_frozen():
         trace.requirements[0] = 5.0
 
 
-# --- stability
-# -------------------------------------------------------------------------------------
+# --- stability ------------------------------------------------------------------------------------
 
 
 @given(
@@ -269,8 +268,7 @@ def test_defaults_of_horizon_and_warm_up():
     assert scenario.replace(arrivals=qdq.ArrivalTrace(np.arange(100) / 10)).default_warm_up == 0
 
 
-# --- writing down and reading back
-# -----------------------------------------------------------------
+# --- writing down and reading back ----------------------------------------------------------------
 
 SCENARIOS = [
     qdq.Scenario(),
@@ -336,8 +334,7 @@ def test_service_laws_have_mean_one_and_their_variance():
     assert math.expm1(sigma**2) == pytest.approx(1.5**2)
 
 
-# --- server split
-# ----------------------------------------------------------------------------------
+# --- server split ---------------------------------------------------------------------------------
 
 
 def split(scenario, share=0.5, seed=1):

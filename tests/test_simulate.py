@@ -49,8 +49,7 @@ def replicated_mean(scenario, design, n_tasks, n_replications, seed, pick=lambda
     return np.mean(means), np.std(means, ddof=1) / math.sqrt(n_replications)
 
 
-# --- closed forms: random routing makes each server a queue of its own
-# ------------------------------
+# --- closed forms: random routing makes each server a queue of its own ----------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,8 +134,7 @@ def test_the_warm_up_of_a_periodic_rate_ends_at_phase_zero():
     assert log.warm_up == 400.0
 
 
-# --- identities
-# ------------------------------------------------------------------------------------
+# --- identities -----------------------------------------------------------------------------------
 
 
 @given(
@@ -207,8 +205,7 @@ def test_counting_own_dispatches_without_a_delay_changes_nothing():
     same_columns(one, two)
 
 
-# --- randomness
-# ------------------------------------------------------------------------------------
+# --- randomness -----------------------------------------------------------------------------------
 
 
 def test_policies_and_designs_share_their_draws():
@@ -323,8 +320,7 @@ def test_full_queues_get_more_room_and_lose_nothing(room):
     assert log.queue_lengths.max() > 800
 
 
-# --- policies under mixing
-# -------------------------------------------------------------------------
+# --- policies under mixing ------------------------------------------------------------------------
 
 
 def test_round_robin_has_one_pointer_an_arm():
@@ -410,8 +406,7 @@ def test_pure_designs(design, arm):
     assert log.propensity == float(arm)
 
 
-# --- replay
-# ----------------------------------------------------------------------------------------
+# --- replay ---------------------------------------------------------------------------------------
 
 REPLAYED = [
     (qdq.Scenario(), qdq.Bernoulli(0.5)),
@@ -630,8 +625,7 @@ def test_bad_calls_are_refused(call, message):
         call(scenario, log)
 
 
-# --- compiled and interpreted
-# ----------------------------------------------------------------------
+# --- compiled and interpreted ---------------------------------------------------------------------
 
 _BOTH_WAYS = """
 import hashlib, sys, warnings
