@@ -154,9 +154,11 @@ def exp(x):
     """Return e^x for |x| < 700: x = k log 2 + r with |r| < 0.35, and the power series of e^r."""
     k = np.floor(x * INVERSE_LN2 + 0.5)
     r = (x - k * LN2_HIGH) - k * LN2_LOW
-    series = 1.0 + r / 14.0
-    for i in range(13, 0, -1):
-        series = 1.0 + r * series / i
+    series = 1.0 + r * (1 / 13 + r * (1 / 182))
+    series = 1.0 + r * (1 / 10 + r * (1 / 110 + r * (1 / 1320) * series))
+    series = 1.0 + r * (1 / 7 + r * (1 / 56 + r * (1 / 504) * series))
+    series = 1.0 + r * (1 / 4 + r * (1 / 20 + r * (1 / 120) * series))
+    series = 1.0 + r * (1.0 + r * (1 / 2 + r * (1 / 6) * series))
     scale = np.uint64(np.uint64(k + 1023.0) << BITS52).view(np.float64)
     return series * scale
 
@@ -171,9 +173,10 @@ def sin_turns(x):
         r = -0.5 - r
     y = TWO_PI * r
     z = y * y
-    series = 1.0
-    for i in range(21, 1, -2):
-        series = 1.0 - z * series / (i * (i - 1))
+    series = 1.0 - z * (1 / 342 - z * (1 / 143640))
+    series = 1.0 - z * (1 / 156 - z * (1 / 32760 - z * (1 / 8910720) * series))
+    series = 1.0 - z * (1 / 42 - z * (1 / 3024 - z * (1 / 332640) * series))
+    series = 1.0 - z * (1 / 6 - z * (1 / 120) * series)
     return y * series
 
 
@@ -184,38 +187,45 @@ def sin_turns(x):
 
 
 @jit
-def periodic_time(count, rate, amplitude, period):
-    """Return the time at which the expected number of arrivals since time 0 is `count`.
+def periodic_times(amplitude, period, time):
+    """Replace times by those at which a periodic rate has brought what its mean rate does by them.
 
-    In cycles, tau + amplitude / (2 pi) (1 - cos(2 pi tau)) = count / (rate period): whole cycles
-    apart, by Newton steps, halving the bracket instead wherever a step would leave it (the rate may
-    touch zero).
+    In cycles, tau + amplitude / (2 pi) (1 - cos(2 pi tau)) = time / period, whole cycles apart: by
+    Newton steps, halving the bracket instead wherever a step would leave it (the rate may touch
+    zero). All times take their steps together, and each stops when its own steps are small.
     """
-    cycles = count / (rate * period)
-    whole = np.floor(cycles)
-    target = cycles - whole
-    low = 0.0
-    high = 1.0
-    tau = target
+    n = time.size
+    whole = np.empty(n)
+    target = np.empty(n)
+    low = np.zeros(n)
+    high = np.ones(n)
+    for j in range(n):
+        cycles = time[j] / period
+        whole[j] = np.floor(cycles)
+        target[j] = cycles - whole[j]
+        time[j] = target[j]
     for _ in range(100):
-        error = tau + amplitude / TWO_PI * (1.0 - sin_turns(tau + 0.25)) - target
-        if error > 0.0:
-            high = tau
-        else:
-            low = tau
-        slope = 1.0 + amplitude * sin_turns(tau)
-        step = tau - error / slope if slope > 1e-9 else -1.0
-        if not (low <= step <= high):
-            step = 0.5 * (low + high)
-        if abs(step - tau) <= 1e-15:
+        moving = 0
+        for j in range(n):
+            tau = time[j]
+            error = tau + amplitude / TWO_PI * (1.0 - sin_turns(tau + 0.25)) - target[j]
+            low[j] = low[j] if error > 0.0 else tau
+            high[j] = tau if error > 0.0 else high[j]
+            step = tau - error / (1.0 + amplitude * sin_turns(tau))
+            inside = (low[j] <= step) & (step <= high[j])
+            step = step if inside else 0.5 * (low[j] + high[j])
+            moves = abs(step - tau) > 1e-15
+            time[j] = step if moves else tau
+            moving += moves
+        if moving == 0:
             break
-        tau = step
-    return period * (whole + tau)
+    for j in range(n):
+        time[j] = period * (whole[j] + time[j])
 
 
 @jit
-def warm_up_start(key, arrival_kind, rate, amplitude, period, warm_up):
-    """Return the number of arrivals in [-warm_up, 0), and that expected from the first to time 0.
+def warm_up_start(key, arrival_kind, mean_gap, amplitude, period, warm_up):
+    """Return the number of arrivals in [-warm_up, 0), and the clock at the first of them.
 
     A Poisson process is drawn backwards from time 0, so that a longer warm-up leaves the later
     tasks, and all logged ones, with the draws that they had.
@@ -225,49 +235,46 @@ def warm_up_start(key, arrival_kind, rate, amplitude, period, warm_up):
     w1 = np.empty(size, np.uint64)
     w2 = np.empty(size, np.uint64)
     w3 = np.empty(size, np.uint64)
-    limit = rate * warm_up
+    limit = warm_up
     if arrival_kind == PERIODIC:
-        limit -= rate * amplitude * period / TWO_PI * (1.0 - sin_turns(-warm_up / period + 0.25))
+        limit -= amplitude * period / TWO_PI * (1.0 - sin_turns(-warm_up / period + 0.25))
     n = 0
     total = 0.0
     while True:
         philox_block(key, DRAW_TIMES, 0, -n - size, w0, w1, w2, w3)
         for j in range(size - 1, -1, -1):
-            gap = -log(uniform(w0[j], w1[j]))
+            gap = -log(uniform(w0[j], w1[j])) * mean_gap
             if total + gap > limit:
-                return n, total
+                return n, -total
             total += gap
             n += 1
 
 
 @jit
-def draw_arrivals(kind, rate, amplitude, period, first, clock, w0, w1, trace, arrival):
-    """Fill `arrival` with the times of tasks first, first + 1, ...; return the clock after them.
+def draw_arrivals(kind, mean_gap, amplitude, period, first, clock, w0, w1, trace, base, arrival):
+    """Fill `arrival` with the times, since `base`, of tasks first, first + 1, ...
 
-    The clock counts expected arrivals. Tasks of a warm-up come before their gap, the others after
-    it, since the warm-up is drawn backwards from time 0.
+    Returns the clock after them: the time that it would be if the rate were always its mean. Tasks
+    of a warm-up come before their gap, the others after it, since the warm-up is drawn backwards
+    from time 0.
     """
-    for j in range(arrival.size):
-        if kind == ARRIVAL_TRACE:
-            arrival[j] = trace[first + j]
-        else:
-            arrival[j] = -log(uniform(w0[j], w1[j]))
     if kind == ARRIVAL_TRACE:
+        for j in range(arrival.size):
+            arrival[j] = trace[first + j] - base
         return clock
     for j in range(arrival.size):
-        gap = arrival[j]
-        if first < 0:
+        arrival[j] = -log(uniform(w0[j], w1[j])) * mean_gap
+    if first < 0:
+        for j in range(arrival.size):
+            gap = arrival[j]
             arrival[j] = clock
             clock = min(clock + gap, 0.0)
-        else:
-            clock += gap
-            arrival[j] = clock
-    if kind == POISSON:
-        for j in range(arrival.size):
-            arrival[j] /= rate
     else:
         for j in range(arrival.size):
-            arrival[j] = periodic_time(arrival[j], rate, amplitude, period)
+            clock += arrival[j]
+            arrival[j] = clock
+    if kind == PERIODIC:
+        periodic_times(amplitude, period, arrival)
     return clock
 
 
@@ -302,7 +309,7 @@ def draw_requirements(kind, a, b, key, first, w2, w3, trace, requirement):
 
 
 @jit
-def draw_treated(kind, threshold, period, key, first, w0, arrival, given, treated):
+def draw_treated(kind, threshold, period, key, first, w0, base, arrival, given, treated):
     """Fill `treated` with 0 or 1 for tasks first, first + 1, ...; w0 are their routing words."""
     if kind == ASSIGN_BY_TASK:
         for j in range(treated.size):
@@ -318,7 +325,7 @@ def draw_treated(kind, threshold, period, key, first, w0, arrival, given, treate
         current = 0
         drawn = False
         for j in range(treated.size):
-            index = int(np.floor(arrival[j] / period))
+            index = int(np.floor((base + arrival[j]) / period))
             if not drawn or index != current:
                 philox_block(key, DRAW_PERIOD, 0, index, v0, v1, v2, v3)
                 current = index
@@ -335,8 +342,8 @@ def draw_ties(key, first, w0, w1, w2, w3, tie):
 
 
 @jit
-def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, candidates):
-    """Fill candidates[c, j] with the c-th server in the random order of task first + j.
+def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, depth, candidates):
+    """Fill candidates[c, j] with the c-th server in the random order of task first + j, c < depth.
 
     The order is that of a Fisher-Yates shuffle of the arm's servers: step c swaps positions c and c
     + k_c, k_c uniform below n - c. The shuffle itself is not done; position c + k_c is traced back
@@ -344,7 +351,9 @@ def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, candida
     undone. A multiple of a 32-bit word picks k_c, so a probability is off by at most n / 2^32 of
     itself.
     """
-    depth, size = candidates.shape
+    size = treated.size
+    # Without a split both arms may use every server, and position and server are the same.
+    split = n_members[0] < members.shape[1] or n_members[1] < members.shape[1]
     v0 = np.empty(size, np.uint64)
     v1 = np.empty(size, np.uint64)
     v2 = np.empty(size, np.uint64)
@@ -368,36 +377,68 @@ def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, candida
                 word = v2
             else:
                 word = v3
+        # Clamped at the last position: an arm with fewer servers than `depth` leaves the rest
+        # unused. The masks tell the compiler that the factors have 32 bits.
+        left0 = np.uint64(max(n_members[0] - c, 1)) & LOW32
+        left1 = np.uint64(max(n_members[1] - c, 1)) & LOW32
+        here = np.uint64(c)
         for j in range(size):
-            # Clamped at the last position: an arm with fewer servers than `depth` leaves the rest
-            # unused.
-            left = max(n_members[treated[j]] - c, 1)
-            candidates[c, j] = c + np.int64((word[j] * np.uint64(left)) >> BITS32)
+            left = left1 if treated[j] else left0
+            candidates[c, j] = here + (((word[j] & LOW32) * left) >> BITS32)
     if depth <= 12:
         for c in range(depth - 1, 0, -1):
-            for j in range(size):
-                x = candidates[c, j]
-                for i in range(c - 1, -1, -1):
-                    if x == candidates[i, j]:
-                        x = i
-                candidates[c, j] = x
-        for c in range(depth):
-            for j in range(size):
-                candidates[c, j] = members[treated[j], min(candidates[c, j], members.shape[1] - 1)]
+            for i in range(c - 1, -1, -1):
+                earlier = np.uint64(i)
+                for j in range(size):
+                    x = candidates[c, j]
+                    candidates[c, j] = earlier if x == candidates[i, j] else x
+        if split:
+            for c in range(depth):
+                for j in range(size):
+                    x = min(candidates[c, j], np.uint64(members.shape[1] - 1))
+                    candidates[c, j] = members[treated[j], x]
     else:
-        order = np.empty(members.shape[1] + depth, np.int64)
+        order = np.empty(members.shape[1] + depth, np.uint64)
         for i in range(order.size):
             order[i] = i
-        swapped = np.empty(depth, np.int64)
+        swapped = np.empty(depth, np.uint64)
         for j in range(size):
             for c in range(depth):
                 x = candidates[c, j]
                 swapped[c] = x
-                candidates[c, j] = members[treated[j], min(order[x], members.shape[1] - 1)]
+                place = min(order[x], np.uint64(members.shape[1] - 1))
+                candidates[c, j] = members[treated[j], place]
                 order[x] = order[c]
             for c in range(depth):
                 order[swapped[c]] = swapped[c]
                 order[c] = c
+
+
+# A candidate as the dispatching loop wants it: server + place in the task's order * 2^24, + 2^62 if
+# the task's policy does not look so far. With the tasks seen there times 2^48 added, the least of
+# these numbers is the choice: fewest tasks first, then first in the order.
+PLACE_BITS = np.uint64(24)
+QUEUE_BITS = np.uint64(48)
+SERVER = np.uint64((1 << 24) - 1)
+NOT_LOOKED_AT = np.uint64(1 << 62)
+
+
+@jit
+def mark_candidates(depth, d0, d1, treated, candidates):
+    """Turn the servers in the first `depth` rows of `candidates` into the form described above.
+
+    Rows beyond `depth` stand for nobody.
+    """
+    # Arrays wider than the block, so that the compiler knows their rows to be contiguous.
+    for c in range(candidates.shape[0]):
+        place = np.uint64(c) << PLACE_BITS
+        mark0 = place | (NOT_LOOKED_AT if c >= d0 else np.uint64(0))
+        mark1 = place | (NOT_LOOKED_AT if c >= d1 else np.uint64(0))
+        if c < depth:
+            for j in range(treated.size):
+                candidates[c, j] |= mark1 if treated[j] else mark0
+        else:
+            candidates[c, :] = NOT_LOOKED_AT
 
 
 # --------------------------------------------------------------------------------------------------
@@ -408,6 +449,12 @@ def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, candida
 # assigned. Tasks in system at time s are the departures after s. Each server keeps its 8 newest
 # departures, newest first, in a line of 64 bytes, and those are counted without a branch; the rare
 # older ones that are still after s wait in `overflow`, one queue a server in a shared pool.
+#
+# Times inside are never negative, so their bits, read as integers, are in the same order, and
+# integers compare faster: `bits` is the array `lines` read so. They count from `base`, which moves
+# on with the run (see `simulate`), so that they keep their precision however long it is; and they
+# run `lead` ahead of the time since `base`, so that what is seen at a task's arrival is not
+# negative either, in the warm-up and with a delay.
 #
 # Delays: a task that reaches its server b after its arrival, seen a later, is the same as one that
 # joins at once, seen a + b later, and departs b later than it would. So the loop knows one delay, a
@@ -421,7 +468,7 @@ class System(NamedTuple):
 
     key: NDArray[np.uint32]  # (2,) of the replication
     arrival_kind: int
-    arrival_rate: float  # of the whole system
+    mean_gap: float  # between arrivals to the whole system
     amplitude: float
     period: float
     arrival_trace: NDArray[np.float64]
@@ -430,6 +477,7 @@ class System(NamedTuple):
     service_b: float
     service_trace: NDArray[np.float64]
     rates: NDArray[np.float64]  # (N,)
+    slowness: NDArray[np.float64]  # (N,) 1 / rates
     delay: float  # information delay + dispatch delay
     dispatch_delay: float
     counts_own_dispatches: bool
@@ -449,7 +497,9 @@ class System(NamedTuple):
 class State(NamedTuple):
     """The servers and what the dispatcher knows of them. `run` changes the arrays in place."""
 
-    clock: NDArray[np.float64]  # (1,) expected arrivals since time 0
+    base: float  # the time from which all others count
+    lead: float  # by how much the times inside are ahead
+    clock: NDArray[np.float64]  # (1,) time since base, if the arrival rate were always its mean
     lines: NDArray[np.float64]  # (N, 8) newest departures, newest first
     overflow_count: NDArray[np.int64]  # (N,)
     overflow_head: NDArray[np.int64]  # (N,) oldest entry in the pool
@@ -458,8 +508,8 @@ class State(NamedTuple):
     pool_next: NDArray[np.int64]  # (M,) next newer of the same server, or next free
     pool_free: NDArray[np.int64]  # (1,) first free entry, or -1
     pointer: NDArray[np.int64]  # (2,) round robin
-    # Dispatches that the dispatcher does not see yet (only with a delay): a ring, and totals by
-    # server.
+    # Dispatches that the dispatcher does not see yet (only with a delay): a ring, whose size is a
+    # power of 2, and totals by server.
     ring: NDArray[np.int64]  # (2,) entries ever popped and ever pushed
     ring_time: NDArray[np.float64]
     ring_server: NDArray[np.int64]
@@ -473,7 +523,7 @@ class State(NamedTuple):
 class Record(NamedTuple):
     """What `run` writes, row i for task start + i. Arrays not asked for have length 0."""
 
-    arrival: NDArray[np.float64]
+    arrival: NDArray[np.float64]  # since base
     departure: NDArray[np.float64]
     treated: NDArray[np.bool_]
     server: NDArray[np.int32]
@@ -484,11 +534,11 @@ class Record(NamedTuple):
 
 
 @njit(inline="always", error_model="numpy")
-def tasks_after(s, time, lines, overflow_count, overflow_head, pool, pool_next):
+def tasks_after(s, time, bits, overflow_count, overflow_head, pool, pool_next):
     """Count the departures from server s after `time`."""
     q = 0
     for i in range(8):
-        q += lines[s, i] > time
+        q += bits[s, i] > np.float64(time).view(np.uint64)
     if q == 8:
         left = overflow_count[s]
         entry = overflow_head[s]
@@ -500,6 +550,105 @@ def tasks_after(s, time, lines, overflow_count, overflow_head, pool, pool_next):
 
 
 @jit
+def dispatch_power_of_d(
+    j,
+    delay,
+    lead,
+    ahead,
+    d0,
+    d1,
+    arrival,
+    requirement,
+    treated,
+    candidates,
+    slowness,
+    lines,
+    hides,
+    ring,
+    ring_time,
+    ring_server,
+    unseen,
+    out_departure,
+    out_server,
+    out_service,
+):
+    """Dispatch tasks j, j + 1, ... of a block by power-of-d; return the first not dispatched.
+
+    That is the end of the block, or a task for which a line of 8 departures may not be enough.
+    With `hides`, the dispatches that are not seen yet are taken off what is counted.
+    """
+    departures = lines.reshape(-1)
+    bits = departures.view(np.uint64)
+    keeps_service = out_service.size > 0
+    more = max(d0, d1) > 3
+    mask = ring_time.size - 1
+    popped = ring[0]
+    pushed = ring[1]
+    first = np.uint64(j)
+    reached = np.uint64(arrival.size)
+    # Unsigned indices: a signed one would be tested for counting from the end.
+    for k in range(first, reached):
+        t = arrival[k] + lead
+        seen_at = t - delay
+        if hides:
+            while popped < pushed and ring_time[popped & mask] <= seen_at:
+                unseen[ring_server[popped & mask]] -= 1
+                popped += 1
+            if pushed - popped == ring_time.size:
+                reached = k
+                break
+
+        time = np.float64(seen_at).view(np.uint64)
+        least = ~np.uint64(0)
+        counts = np.uint64(0)
+        # The first three candidates are looked at whatever the policy: no branch on a coin.
+        for c in range(3):
+            candidate = candidates[np.uint64(c), k]
+            line = (candidate & SERVER) << np.uint64(3)
+            q = np.uint64(0)
+            for i in range(8):
+                q += np.uint64(bits[line + np.uint64(i)] > time)
+            counts |= q
+            if hides:
+                q -= np.uint64(unseen[candidate & SERVER])
+            least = min(least, (q << QUEUE_BITS) + candidate)
+        if more:
+            for c in range(3, d1 if treated[k] else d0):
+                candidate = candidates[np.uint64(c), k]
+                line = (candidate & SERVER) << np.uint64(3)
+                q = np.uint64(0)
+                for i in range(8):
+                    q += np.uint64(bits[line + np.uint64(i)] > time)
+                counts |= q
+                if hides:
+                    q -= np.uint64(unseen[candidate & SERVER])
+                least = min(least, (q << QUEUE_BITS) + candidate)
+        chosen = least & SERVER
+        line = chosen << np.uint64(3)
+        if counts >= np.uint64(8) or bits[line + np.uint64(7)] > time:
+            reached = k
+            break
+
+        service = requirement[k] * slowness[chosen]
+        departure = max(t, departures[line]) + service
+        for i in range(7, 0, -1):
+            departures[line + np.uint64(i)] = departures[line + np.uint64(i - 1)]
+        departures[line] = departure
+        if hides:
+            ring_time[pushed & mask] = t
+            ring_server[pushed & mask] = chosen
+            unseen[chosen] += 1
+            pushed += 1
+        out_departure[k] = max(departure + ahead, arrival[k])
+        out_server[k] = chosen
+        if keeps_service:
+            out_service[k] = service
+    ring[0] = popped
+    ring[1] = pushed
+    return np.int64(reached)
+
+
+@jit
 def run(system, state, record, start, stop, block, choose_control, choose_treatment):
     """Draw and dispatch the tasks start, ..., stop - 1; return (status, task reached).
 
@@ -508,22 +657,27 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
     """
     depth = system.depth
     delay = system.delay
-    dispatch_delay = system.dispatch_delay
-    delayed = delay > 0.0
     counts_own = system.counts_own_dispatches
-    hides = delayed and not counts_own
     policy0 = system.policy[0]
     policy1 = system.policy[1]
     # Policies that look at every server.
     scans0 = JOIN_SHORTEST_QUEUE <= policy0 <= JOIN_IDLE_QUEUE or policy0 == USER_POLICY
     scans1 = JOIN_SHORTEST_QUEUE <= policy1 <= JOIN_IDLE_QUEUE or policy1 == USER_POLICY
+    hides = delay > 0.0 and not counts_own
+    # What is not seen yet matters for queue lengths without it, and for all that look at work.
+    keeps_unseen = delay > 0.0 and (hides or scans0 or scans1)
     d0 = system.d[0]
     d1 = system.d[1]
     rates = system.rates
+    slowness = system.slowness
     members = system.members
     n_members = system.n_members
     n_servers = rates.size
+    base = state.base
+    lead = state.lead
+    ahead = system.dispatch_delay - lead
     lines = state.lines
+    bits = lines.view(np.uint64)
     overflow_count = state.overflow_count
     overflow_head = state.overflow_head
     overflow_tail = state.overflow_tail
@@ -534,13 +688,13 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
     unseen_work = state.unseen_work
     seen_departure = state.seen_departure
     pointer = state.pointer
+    ring = state.ring
     ring_time = state.ring_time
     ring_server = state.ring_server
     ring_service = state.ring_service
     ring_departure = state.ring_departure
     ring_size = ring_time.size
-    popped = state.ring[0]
-    pushed = state.ring[1]
+    ring_mask = ring_size - 1
     out_arrival = record.arrival
     out_departure = record.departure
     out_treated = record.treated
@@ -553,12 +707,14 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
     keeps_candidates = out_candidates.size > 0
     keeps_lengths = out_lengths.size > 0
     both_choices = out_choice.size > 0
+    only_power_of_d = policy0 == POWER_OF_D and policy1 == POWER_OF_D
+    only_power_of_d = only_power_of_d and not keeps_lengths and not both_choices
 
     clock_before = 0.0
     arrival = np.empty(block)
     requirement = np.empty(block)
     treated = np.empty(block, np.int64)
-    candidates = np.empty((depth, block), np.int64)
+    candidates = np.zeros((max(depth, 3), block), np.uint64)
     w = np.empty((4, block), np.uint64)
     tie = np.zeros(block)
     score = np.empty(n_servers)
@@ -572,7 +728,6 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
         A = arrival[:m]
         R = requirement[:m]
         Z = treated[:m]
-        C = candidates[:, :m]
         w0 = w[0, :m]
         w1 = w[1, :m]
         w2 = w[2, :m]
@@ -581,7 +736,7 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
         clock_before = state.clock[0]
         clock = draw_arrivals(
             system.arrival_kind,
-            system.arrival_rate,
+            system.mean_gap,
             system.amplitude,
             system.period,
             first,
@@ -589,6 +744,7 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
             w0,
             w1,
             system.arrival_trace,
+            base,
             A,
         )
         draw_requirements(
@@ -610,6 +766,7 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
             system.key,
             first,
             w0,
+            base,
             A,
             system.treated,
             Z,
@@ -617,31 +774,59 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
         if system.candidates.size > 0:
             for c in range(depth):
                 for j in range(m):
-                    C[c, j] = system.candidates[first + j, c]
+                    candidates[c, j] = system.candidates[first + j, c]
         else:
-            draw_candidates(system.key, first, w1, w2, w3, Z, n_members, members, C)
+            draw_candidates(system.key, first, w1, w2, w3, Z, n_members, members, depth, candidates)
+        mark_candidates(depth, d0, d1, Z, candidates)
         if system.needs_ties:
             draw_ties(system.key, first, w0, w1, w2, w3, tie[:m])
 
-        for j in range(m):
-            t = A[j]
-            seen_at = t - delay
-            if pool_free[0] < 0 or (delayed and pushed - popped == ring_size):
-                status = NEEDS_ROOM
-                stop = first + j
+        i = first - start
+        j = np.int64(0)  # not a literal, for which the loop would be compiled once more
+        while True:
+            if only_power_of_d:
+                j = dispatch_power_of_d(
+                    j,
+                    delay,
+                    lead,
+                    ahead,
+                    d0,
+                    d1,
+                    A,
+                    R,
+                    Z,
+                    candidates,
+                    slowness,
+                    lines,
+                    hides,
+                    ring,
+                    ring_time,
+                    ring_server,
+                    unseen,
+                    out_departure[i : i + m],
+                    out_server[i : i + m],
+                    out_service[i : i + m],
+                )
+            if j == m:
                 break
-            if delayed:
-                while popped < pushed and ring_time[popped % ring_size] <= seen_at:
-                    entry = popped % ring_size
+            t = A[j] + lead
+            seen_at = t - delay
+            if pool_free[0] < 0 or ring[1] - ring[0] == ring_size:
+                status = NEEDS_ROOM
+                break
+            if keeps_unseen:
+                while ring[0] < ring[1] and ring_time[ring[0] & ring_mask] <= seen_at:
+                    entry = ring[0] & ring_mask
                     s = ring_server[entry]
                     unseen[s] -= 1
                     unseen_work[s] -= ring_service[entry]
                     if unseen[s] == 0:  # no trace of rounding: equal work must stay equal
                         unseen_work[s] = 0.0
                     seen_departure[s] = ring_departure[entry]
-                    popped += 1
+                    ring[0] += 1
 
             z = Z[j]
+            chosen = 0
             if (
                 keeps_lengths
                 or (scans1 if z == 1 else scans0)
@@ -649,53 +834,45 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
             ):
                 for s in range(n_servers):
                     q = tasks_after(
-                        s, seen_at, lines, overflow_count, overflow_head, pool, pool_next
+                        s, seen_at, bits, overflow_count, overflow_head, pool, pool_next
                     )
                     lengths[s] = q - unseen[s] if hides else q
-                    if delayed:
+                    if delay > 0.0:
                         work[s] = max(seen_departure[s] - seen_at, 0.0)
                         if counts_own:
                             work[s] += unseen_work[s]
                     else:
                         work[s] = max(lines[s, 0] - t, 0.0)
                     if keeps_lengths:
-                        out_lengths[first + j - start, s] = lengths[s]
+                        out_lengths[i + j, s] = lengths[s]
 
-            chosen = 0
             for k in range(2 if both_choices else 1):
                 arm = k if both_choices else z
                 policy = policy1 if arm == 1 else policy0
                 choice = 0
-                least = np.inf
+                lowest = np.inf
                 if policy == POWER_OF_D or policy == SHORTEST_EXPECTED_DELAY:
-                    d = d1 if arm == 1 else d0
-                    # A short list is looked at whole, whatever the arm: no branch on a coin.
-                    for c in range(depth if depth <= 4 else d):
-                        s = C[c, j]
+                    for c in range(d1 if arm == 1 else d0):
+                        s = np.int64(candidates[c, j] & SERVER)
                         q = tasks_after(
-                            s,
-                            seen_at,
-                            lines,
-                            overflow_count,
-                            overflow_head,
-                            pool,
-                            pool_next,
+                            s, seen_at, bits, overflow_count, overflow_head, pool, pool_next
                         )
                         if hides:
                             q -= unseen[s]
-                        value = (
-                            (q + 1) / rates[s] if policy == SHORTEST_EXPECTED_DELAY else float(q)
-                        )
-                        better = value < least and c < d
-                        least = value if better else least
-                        choice = s if better else choice
+                        value = float(q)
+                        if policy == SHORTEST_EXPECTED_DELAY:
+                            value = (q + 1) * slowness[s]
+                        if value < lowest:
+                            lowest = value
+                            choice = s
                 elif policy == ROUND_ROBIN:
                     choice = members[arm, pointer[arm]]
                 elif policy == USER_POLICY:
-                    mine = C[: n_members[arm], j].copy()
-                    if (
-                        choose_control is not None
-                    ):  # apart from the arm, so that None is never called
+                    mine = np.empty(n_members[arm], np.int64)
+                    for c in range(mine.size):
+                        mine[c] = np.int64(candidates[c, j] & SERVER)
+                    # Apart from the arm, so that None is never called.
+                    if choose_control is not None:
                         if arm == 0:
                             choice = int(choose_control(lengths, work, rates, mine, tie[j]))
                     if choose_treatment is not None:
@@ -718,30 +895,28 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                         else:
                             value = float(lengths[s])
                         score[c] = value
-                        if value < least:
-                            least = value
+                        if value < lowest:
+                            lowest = value
                             tied = 1
-                        elif value == least:
+                        elif value == lowest:
                             tied += 1
                     n = int(tie[j] * tied)
                     for c in range(n_members[arm]):
-                        if score[c] == least:
+                        if score[c] == lowest:
                             if n == 0:
                                 choice = members[arm, c]
                             n -= 1
                 if both_choices:
-                    out_choice[first + j - start, arm] = choice
+                    out_choice[i + j, arm] = choice
                 if arm == z:
                     chosen = choice
             if status != FINISHED:
-                stop = first + j
                 break
             if (policy1 if z == 1 else policy0) == ROUND_ROBIN:
                 pointer[z] = (pointer[z] + 1) % n_members[z]
 
-            newest = lines[chosen, 0]
-            service = R[j] / rates[chosen]
-            departure = max(t, newest) + service
+            service = R[j] * slowness[chosen]
+            departure = max(t, lines[chosen, 0]) + service
             oldest = lines[chosen, 7]
             if oldest > seen_at:
                 # Into the overflow, from which the departed are taken first.
@@ -760,51 +935,51 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                     pool_next[overflow_tail[chosen]] = entry
                 overflow_tail[chosen] = entry
                 overflow_count[chosen] += 1
-            for i in range(7, 0, -1):
-                lines[chosen, i] = lines[chosen, i - 1]
+            for k in range(7, 0, -1):
+                lines[chosen, k] = lines[chosen, k - 1]
             lines[chosen, 0] = departure
-            if delayed:
-                entry = pushed % ring_size
+            if keeps_unseen:
+                entry = ring[1] & ring_mask
                 ring_time[entry] = t
                 ring_server[entry] = chosen
                 ring_service[entry] = service
                 ring_departure[entry] = departure
-                pushed += 1
+                ring[1] += 1
                 unseen[chosen] += 1
                 unseen_work[chosen] += service
-
-            i = first + j - start
-            out_arrival[i] = t
-            out_departure[i] = departure + dispatch_delay
-            out_treated[i] = z == 1
-            out_server[i] = chosen
+            out_departure[i + j] = max(departure + ahead, A[j])
+            out_server[i + j] = chosen
             if keeps_service:
-                out_service[i] = service
-            if keeps_candidates:
-                for c in range(depth):
-                    out_candidates[i, c] = C[c, j]
+                out_service[i + j] = service
+            j += 1
 
+        for k in range(j):
+            out_arrival[i + k] = A[k]
+            out_treated[i + k] = Z[k] == 1
+        if keeps_candidates:
+            for k in range(j):
+                for c in range(depth):
+                    out_candidates[i + k, c] = np.int32(candidates[c, k] & SERVER)
+        first += j
         if status == FINISHED:
             state.clock[0] = clock
-            first += m
-        elif stop > first and system.arrival_kind != ARRIVAL_TRACE:
+        elif j > 0 and system.arrival_kind != ARRIVAL_TRACE:
             # Stopped inside the block: the clock as it stands before the task reached.
-            philox_block(system.key, DRAW_TIMES, 0, first, w0, w1, w2, w3)
+            philox_block(system.key, DRAW_TIMES, 0, first - j, w0, w1, w2, w3)
             state.clock[0] = draw_arrivals(
-                POISSON,
-                1.0,
+                np.int64(POISSON),
+                system.mean_gap,
                 0.0,
                 0.0,
-                first,
+                first - j,
                 clock_before,
                 w0,
                 w1,
                 system.arrival_trace,
-                A[: stop - first],
+                base,
+                A[:j],
             )
-    state.ring[0] = popped
-    state.ring[1] = pushed
-    return status, stop
+    return status, first
 
 
 # The same loop for scenarios with a user's policy: its type is new in every process, so nothing is

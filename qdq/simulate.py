@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,11 @@ RECORDABLE = ("service_time", "in_system", "candidates", "choices", "queue_lengt
 _SPLIT_STREAM = 2**32 - 1
 # Tasks drawn at once: their draws stay in the processor's first caches.
 _BLOCK = 1024
-_WARM_UP_CHUNK = 1 << 16
+# Tasks of one call of the kernel. Times move to a new base between calls only, so numbers depend
+# on it.
+CHUNK = 1 << 15
+# About as many arrivals come before the base of the times moves on.
+_ARRIVALS_TO_A_BASE = 1 << 18
 
 
 def seed_sequence(seed: Seed) -> np.random.SeedSequence:
@@ -83,6 +88,24 @@ class _Engine:
     system: kernels.System
     choose: tuple[Any, Any]
     block: int
+
+    def rebased(self, state: kernels.State, task: int) -> kernels.State:
+        """Return the state before `task` with times from a later base, once they have grown.
+
+        The base moves by a power of 2, or by whole periods of a rate, so that the times that still
+        matter lose no digit; the others end at zero.
+        """
+        system = self.system
+        if system.arrival_kind == kernels.ARRIVAL_TRACE:
+            now = float(system.arrival_trace[task]) - state.base
+        else:
+            now = float(state.clock[0])
+        grown = 2.0 ** math.ceil(math.log2(_ARRIVALS_TO_A_BASE * system.mean_gap))
+        step = system.period if system.arrival_kind == kernels.PERIODIC else grown
+        by = math.floor(now / step) * step
+        if now < grown or by == 0.0:
+            return state
+        return _moved(state, by)._replace(base=state.base + by, clock=state.clock - by)
 
     def run(
         self, state: kernels.State, record: kernels.Record, start: int, stop: int
@@ -164,6 +187,10 @@ def _engine(
     if isinstance(service, ServiceTrace) and requirements is None:
         requirements = np.asarray(service.requirements)
     periodic = isinstance(arrival_process, Periodic)
+    if arrivals is None:
+        mean_gap = 1.0 / scenario.total_arrival_rate
+    else:
+        mean_gap = max(float(np.ptp(arrivals)) / len(arrivals), 1e-100)
     system = kernels.System(
         key=_key(stream),
         arrival_kind=(
@@ -173,7 +200,7 @@ def _engine(
             if periodic
             else kernels.POISSON
         ),
-        arrival_rate=float(scenario.total_arrival_rate),
+        mean_gap=mean_gap,
         amplitude=arrival_process.amplitude if isinstance(arrival_process, Periodic) else 0.0,
         period=arrival_process.period if isinstance(arrival_process, Periodic) else 1.0,
         arrival_trace=_contiguous(arrivals, np.float64),
@@ -182,6 +209,7 @@ def _engine(
         service_b=service.kernel_parameters[1],
         service_trace=_contiguous(requirements, np.float64),
         rates=scenario.rates,
+        slowness=1.0 / scenario.rates,
         delay=scenario.information_delay + scenario.dispatch_delay,
         dispatch_delay=scenario.dispatch_delay,
         counts_own_dispatches=scenario.counts_own_dispatches,
@@ -221,11 +249,13 @@ def _contiguous(values: NDArray[Any] | None, dtype: Any) -> NDArray[Any]:
     return np.empty(0, dtype) if values is None else np.array(values, dtype=dtype)
 
 
-def _empty_state(n_servers: int, clock: float) -> kernels.State:
+def _empty_state(n_servers: int, clock: float, lead: float) -> kernels.State:
     room = 64
     return kernels.State(
+        base=0.0,
+        lead=lead,
         clock=np.array([clock]),
-        lines=np.full((n_servers, 8), -np.inf),
+        lines=np.zeros((n_servers, 8)),
         overflow_count=np.zeros(n_servers, np.int64),
         overflow_head=np.zeros(n_servers, np.int64),
         overflow_tail=np.zeros(n_servers, np.int64),
@@ -240,8 +270,14 @@ def _empty_state(n_servers: int, clock: float) -> kernels.State:
         ring_departure=np.zeros(room),
         unseen=np.zeros(n_servers, np.int64),
         unseen_work=np.zeros(n_servers),
-        seen_departure=np.full(n_servers, -np.inf),
+        seen_departure=np.zeros(n_servers),
     )
+
+
+def _moved(state: kernels.State, by: float) -> kernels.State:
+    """Return the state with all times inside less by `by`; those that are long past become 0."""
+    times = ("lines", "pool", "ring_time", "ring_departure", "seen_departure")
+    return state._replace(**{name: np.maximum(getattr(state, name) - by, 0.0) for name in times})
 
 
 def _with_more_room(state: kernels.State) -> kernels.State:
@@ -288,20 +324,22 @@ def _record(n: int, record: Collection[str], depth: int, n_servers: int) -> kern
 def _warmed_up(engine: _Engine, warm_up: float) -> tuple[kernels.State, NDArray[np.float64]]:
     """Return the state at time 0, and who is there: rows of server, start of service, departure."""
     system = engine.system
+    n_servers = system.rates.size
     if system.arrival_kind == kernels.ARRIVAL_TRACE or warm_up == 0.0:
-        return _empty_state(system.rates.size, 0.0), np.empty((0, 3))
+        return _empty_state(n_servers, 0.0, system.delay), np.empty((0, 3))
     n, clock = kernels.warm_up_start(
         system.key,
         system.arrival_kind,
-        system.arrival_rate,
+        system.mean_gap,
         system.amplitude,
         system.period,
         warm_up,
     )
-    state = _empty_state(system.rates.size, -clock)
+    ahead = 2.0 * warm_up  # more than enough, so that rounding leaves no time below zero
+    state = _empty_state(n_servers, clock, system.delay + ahead)
     present = []
-    for start in range(-n, 0, _WARM_UP_CHUNK):
-        stop = min(start + _WARM_UP_CHUNK, 0)
+    for start in range(-n, 0, CHUNK):
+        stop = min(start + CHUNK, 0)
         record = _record(stop - start, ("service_time",), 0, 0)
         state = engine.run(state, record, start, stop)
         stays = record.departure > 0.0
@@ -314,7 +352,7 @@ def _warmed_up(engine: _Engine, warm_up: float) -> tuple[kernels.State, NDArray[
                 )
             )
         )
-    state.clock[0] = 0.0
+    state = _moved(state, ahead)._replace(lead=system.delay, clock=np.zeros(1))
     return state, np.concatenate(present) if present else np.empty((0, 3))
 
 
@@ -339,7 +377,17 @@ def _log(
 ) -> TaskLog:
     """Run tasks 0, ..., n_tasks - 1 and put what they leave into a TaskLog."""
     columns = _record(n_tasks, record, engine.system.depth, engine.system.rates.size)
-    engine.run(state, columns, 0, n_tasks)
+    for start in range(0, n_tasks, CHUNK):
+        stop = min(start + CHUNK, n_tasks)
+        rows = kernels.Record._make(column[start:stop] for column in columns)
+        state = engine.rebased(state, start)
+        state = engine.run(state, rows, start, stop)
+        if state.base != 0.0:
+            rows.arrival[:] += state.base
+            rows.departure[:] += state.base
+    if engine.system.arrival_kind == kernels.ARRIVAL_TRACE:
+        columns.arrival[:] = engine.system.arrival_trace[:n_tasks]
+        np.maximum(columns.departure, columns.arrival, out=columns.departure)
     design = fields["design"]
     in_system = None
     if "in_system" in record:
@@ -558,7 +606,7 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
             requirements=_requirements(scenario, log),
             candidates=log.candidates,
         )
-        state, carried_over = _empty_state(scenario.n_servers, 0.0), np.empty((0, 3))
+        state, carried_over = _warmed_up(engine, 0.0)
         fields = {}
     result = _log(
         engine,

@@ -125,22 +125,27 @@ def _check(columns: Mapping[str, NDArray[Any]], source: _Source, n_servers: int 
     arrival, departure = columns["arrival"], columns["departure"]
     for name in ("arrival", "departure", "service_time"):
         if name in columns:
-            row = _first(~np.isfinite(columns[name]))
-            if row is not None:
-                raise source.refuse(row, name, f"{columns[name][row]} is not finite")
+            values = columns[name]
+            # Extremes are NaN if any value is, and cost less than a mask of all.
+            if not np.isfinite([values.min(initial=0.0), values.max(initial=0.0)]).all():
+                first = int(np.argmin(np.isfinite(values)))
+                raise source.refuse(first, name, f"{values[first]} is not finite")
     row = _first(departure < arrival)
     if row is not None:
         what = f"{departure[row].item()} is before the arrival, {arrival[row].item()}"
         raise source.refuse(row, "departure", what)
     for name in ("service_time", "in_system", "queue_lengths"):
         if name in columns:
-            row = _first(columns[name] < 0)
+            values = columns[name]
+            row = _first(values < 0) if values.min(initial=0) < 0 else None
             if row is not None:
-                raise source.refuse(row, name, f"{columns[name][row].tolist()} must be at least 0")
+                raise source.refuse(row, name, f"{values[row].tolist()} must be at least 0")
     for name in _SERVER_INDICES:
         if name in columns:
             value = columns[name]
-            row = _first((value < 0) | (value >= (np.inf if n_servers is None else n_servers)))
+            most = np.inf if n_servers is None else n_servers - 1
+            bad = value.min(initial=0) < 0 or value.max(initial=0) > most
+            row = _first((value < 0) | (value > most)) if bad else None
             if row is not None:
                 right = "at least 0" if n_servers is None else f"from 0 to {n_servers - 1}"
                 raise source.refuse(row, name, f"{value[row].tolist()} must be {right}")
@@ -268,7 +273,7 @@ class TaskLog:
 
         put("n_servers", _server_count(self.n_servers))
         _check(columns, source, self.n_servers)
-        row = _first(np.diff(self.arrival) < 0)
+        row = _first(self.arrival[1:] < self.arrival[:-1])
         if row is not None:
             before, after = self.arrival[row : row + 2].tolist()
             what = f"{after} is before the arrival of the task before, {before}"

@@ -176,13 +176,16 @@ def test_service_trace_is_read_in_order_and_resampled_in_the_warm_up():
 
 
 @pytest.mark.parametrize("amplitude", [0.0, 0.3, 1.0])
-def test_periodic_time_inverts_the_expected_count(amplitude):
-    rate, period = 14.0, 100.0
-    counts = np.random.default_rng(4).uniform(-5000.0, 5000.0, 2000)
-    times = np.array([kernels.periodic_time(c, rate, amplitude, period) for c in counts])
-    phase = 2 * np.pi * times / period
-    back = rate * (times + amplitude * period / (2 * np.pi) * (1 - np.cos(phase)))
-    np.testing.assert_allclose(back, counts, atol=1e-9)
+def test_periodic_times_invert_the_share_of_arrivals(amplitude):
+    period = 100.0
+    clock = np.random.default_rng(4).uniform(-500.0, 500.0, 2000)
+    times = clock.copy()
+    kernels.periodic_times(amplitude, period, times)
+    back = times + amplitude * period / (2 * np.pi) * (1 - np.cos(2 * np.pi * times / period))
+    np.testing.assert_allclose(back, clock, atol=1e-10)
+    alone = clock[7:8].copy()  # which others are in the block does not matter
+    kernels.periodic_times(amplitude, period, alone)
+    assert alone[0] == times[7]
 
 
 # --- candidates -----------------------------------------------------------------------------------
@@ -192,10 +195,12 @@ def candidates(depth, n, n_servers=20, first=0):
     drawn = words(kernels.DRAW_ROUTE, first, n)
     treated = np.zeros(n, np.int64)
     members = np.tile(np.arange(n_servers), (2, 1))
-    out = np.empty((depth, n), np.int64)
+    out = np.empty((depth, n), np.uint64)
     sizes = np.array([n_servers, n_servers])
-    kernels.draw_candidates(KEY, first, drawn[1], drawn[2], drawn[3], treated, sizes, members, out)
-    return out
+    kernels.draw_candidates(
+        KEY, first, drawn[1], drawn[2], drawn[3], treated, sizes, members, depth, out
+    )
+    return out.astype(np.int64)
 
 
 def test_candidates_are_distinct_and_a_deeper_list_begins_with_the_shorter():

@@ -125,10 +125,10 @@ def test_the_warm_up_of_a_periodic_rate_ends_at_phase_zero():
         n_servers=3, arrivals=qdq.Periodic(0.3, 1.0, 400.0), treatment=qdq.PowerOfD(3)
     )
     n, clock = kernels.warm_up_start(
-        np.array([1, 2], np.uint32), kernels.PERIODIC, 0.9, 1.0, 400.0, 100.0
+        np.array([1, 2], np.uint32), kernels.PERIODIC, 1 / 0.9, 1.0, 400.0, 100.0
     )
-    # Expected arrivals in the quarter cycle before time 0: 0.9 * 400 * (1/4 - 1/(2 pi)).
-    assert clock < 0.9 * 400 * (0.25 - 1 / (2 * np.pi))
+    # A quarter cycle before time 0 brings what the mean rate does in 400 * (1/4 - 1/(2 pi)).
+    assert -400 * (0.25 - 1 / (2 * np.pi)) < clock < 0.0
     assert n < 60
     log = qdq.simulate(scenario, qdq.AllControl(), 100, seed=1, warm_up=400.0)
     assert log.warm_up == 400.0
@@ -286,7 +286,7 @@ def test_the_block_does_not_matter(monkeypatch):
     one = qdq.simulate(scenario, qdq.Switchback(3.0), 3000, seed=10, record=ALL)
     module = sys.modules["qdq.simulate"]  # qdq.simulate itself is the function
     monkeypatch.setattr(module, "_BLOCK", 37)
-    monkeypatch.setattr(module, "_WARM_UP_CHUNK", 101)
+    monkeypatch.setattr(module, "CHUNK", 101)
     two = qdq.simulate(scenario, qdq.Switchback(3.0), 3000, seed=10, record=ALL)
     same_columns(
         one, two, ("arrival", "departure", "treated", "server", "queue_lengths", "carried_over")
