@@ -1,6 +1,6 @@
 """qdq: experiments on scheduling policies in queues.
 
-A tour in ten lines::
+A tour::
 
     import qdq
 
@@ -8,6 +8,7 @@ A tour in ten lines::
     log = qdq.simulate(scenario, qdq.Bernoulli(0.5), n_tasks=1_000_000, seed=1)
     print(qdq.estimate(log))                     # naive, DQ and mixed DQ, with intervals
     print(qdq.true_effect(scenario))             # what they should have found
+    frame = qdq.replicate(scenario, qdq.Bernoulli(0.5), n_tasks=10**9, seed=1)  # keeps no log
     study = qdq.run_study(scenario, n_tasks=100_000, n_replications=200, seed=3)
     print(study.table)                           # bias, SD, RMSE and coverage of each method
     log = qdq.TaskLog.read("experiment.csv")     # a log from outside
@@ -15,6 +16,47 @@ A tour in ten lines::
 """
 
 from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+import types
+from typing import Any
+
+
+class _Deferred(types.ModuleType):
+    """A module of the package that is run when something of it is first asked for, by any thread.
+
+    For the kernels, since importing numba takes longer than all the rest.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        self.__spec__, self.__loader__, self.__file__ = spec, spec.loader, spec.origin
+        self.__package__ = spec.parent
+        self.__dict__["_lock"] = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        # Python asks here for what the module does not hold, or not yet.
+        assert self.__spec__ is not None
+        assert self.__spec__.loader is not None
+        with self.__dict__["_lock"]:
+            if not self.__dict__.get("_begun"):
+                self.__dict__["_begun"] = True
+                try:
+                    self.__spec__.loader.exec_module(self)
+                except BaseException:
+                    self.__dict__["_begun"] = False
+                    raise
+            if name in self.__dict__:
+                return self.__dict__[name]
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+sys.modules["qdq.kernels"] = globals()["kernels"] = _Deferred("qdq.kernels")
 
 from qdq.designs import AllControl, AllTreatment, Bernoulli, ServerSplit, Switchback
 from qdq.estimators import (
@@ -49,7 +91,7 @@ from qdq.scenario import (
     ServiceTrace,
 )
 from qdq.simulate import replay, simulate
-from qdq.study import Study, run_study
+from qdq.study import Study, replicate, run_study
 from qdq.tasklog import TaskLog
 
 __version__ = "0.1.0"
@@ -86,6 +128,7 @@ __all__ = [
     "estimate",
     "naive",
     "replay",
+    "replicate",
     "run_study",
     "server_split",
     "simulate",

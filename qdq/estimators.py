@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 from qdq import inference, kernels, validation
 from qdq.designs import AllControl, AllTreatment, Bernoulli, Design, ServerSplit, Switchback
 from qdq.inference import ConfidenceInterval
-from qdq.scenario import ArrivalTrace, Periodic
+from qdq.scenario import ArrivalTrace, Periodic, Scenario
+from qdq.streaming import CHUNK, Chunk, Sums, Window, start_by_service_time
 from qdq.tasklog import TaskLog
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class Estimate:
 
     def to_frame(self) -> pd.DataFrame:
         """Return the estimate as a frame of one row, with the columns of `estimate`."""
-        return _frame([self])
+        return frame_of([self])
 
     def _settings(self) -> str:
         """Say in words which tasks and which variant the estimate comes from."""
@@ -427,7 +428,7 @@ def estimate(
     UserWarning
         As `switchback`.
     """
-    return _frame(
+    return frame_of(
         estimates_of(
             log,
             methods,
@@ -441,7 +442,8 @@ def estimate(
     )
 
 
-def _frame(estimates: Sequence[Estimate]) -> pd.DataFrame:
+def frame_of(estimates: Sequence[Estimate]) -> pd.DataFrame:
+    """Return a frame of one row an estimate, with the columns of `estimate`."""
     import pandas as pd  # here, so that importing qdq stays quick
 
     columns = {
@@ -474,22 +476,126 @@ def estimates_of(
     washout = validation.number("washout", washout, "a time >= 0", at_least=0.0)
     chosen = _check_methods(log, methods)
 
-    windows = None
     if any(name in _DQ for name in chosen):
         if "dq_mixed" in chosen and queue == "waiting":
             _refuse_unequal_rates(log)
-        with_queue = any(name in _DQ[1:] for name in chosen)
-        windows = _windows(log, horizon, normalise, queue if with_queue else None, arrival_rate)
+        horizon = _resolve_horizon(log, horizon)
+        if normalise == "inverse_propensity":
+            _check_propensity(log.propensity)
+    call = Call(chosen, horizon, normalise, queue, arrival_rate, washout)
+    sums = sums_of([call], log.n_tasks, log.first_counted, log.carried_over, log.scenario)
+    for chunk in _chunks(log, call):
+        sums.add(chunk)
+    return estimates_from(sums, call, log.scenario, log.propensity, level)
+
+
+class Call(NamedTuple):
+    """Methods that are estimated in one go, and what has been checked of their options."""
+
+    methods: tuple[str, ...]
+    horizon: int | None = None
+    normalise: str = "group_means"
+    queue: str = "in_system"
+    arrival_rate: ArrivalRate | None = None
+    washout: float = 0.0
+
+    def rate_of(self, scenario: Scenario | None) -> ArrivalRate | None:
+        """Return the arrival rate meant, None if the queue's sum needs none."""
+        if self.queue == "time_average" or not self._uses_queue:
+            return None
+        if self.arrival_rate is None:
+            periodic = scenario is not None and isinstance(scenario.arrivals, Periodic)
+            return "scenario" if periodic else "estimated"
+        return self.arrival_rate
+
+    def window(self, scenario: Scenario | None) -> Window | None:
+        """Return the truncated sums that the call needs, if any."""
+        if not any(name in _DQ for name in self.methods):
+            return None
+        assert self.horizon is not None
+        rate = self.rate_of(scenario)
+        return Window(
+            self.horizon,
+            self.queue if self._uses_queue else None,
+            rate if callable(rate) or rate == "scenario" else None,
+            rate == "window",
+        )
+
+    @property
+    def _uses_queue(self) -> bool:
+        return any(name in _DQ[1:] for name in self.methods)
+
+
+def sums_of(
+    calls: Sequence[Call],
+    n_tasks: int,
+    first: int,
+    carried_over: NDArray[np.float64],
+    scenario: Scenario | None,
+) -> Sums:
+    """Return what takes, of an experiment's tasks, the sums that the calls need.
+
+    `carried_over` holds server, start of service and departure of the tasks there before.
+    """
+    means = {"naive", "server_split"}
+    batches = any(name in means for call in calls for name in call.methods)
+    if batches and n_tasks - first < 2:
+        method = next(name for call in calls for name in call.methods if name in means)
+        raise ValueError(f"{method} needs at least two counted tasks, and the log has only one")
+    windows = [window for call in calls if (window := call.window(scenario)) is not None]
+    until, start = carried_over[:, 2].copy(), carried_over[:, 1].copy()
+
+    def rates_at(rate: Any, time: NDArray[np.float64]) -> NDArray[np.float64]:
+        return _scenario_rate(scenario, time) if rate == "scenario" else _called_rate(rate, time)
+
+    return Sums(n_tasks, first, windows, batches, until, start, rates_at)
+
+
+def estimates_from(
+    sums: Sums,
+    call: Call,
+    scenario: Scenario | None,
+    propensity: float | None,
+    level: float,
+) -> list[Estimate]:
+    """Return the estimate of each method of a call, from the sums over all tasks."""
+    windows = None
+    if call.window(scenario) is not None:
+        windows = _windows(sums, call, scenario, propensity)
     results = []
-    for name in chosen:
+    for name in call.methods:
         if name in _DQ:
             assert windows is not None
             results.append(_difference(name, windows, level))
         elif name == "switchback":
-            results.append(_switchback(log, washout, level))
+            results.append(_switchback(sums, call.washout, level))
         else:
-            results.append(_difference_of_means(name, log, level))
+            results.append(_difference_of_means(name, sums, level))
     return results
+
+
+def _chunks(log: TaskLog, call: Call) -> Iterator[Chunk]:
+    """Yield the tasks of a log, with the columns that a call needs."""
+    window = call.window(log.scenario)
+    if window is not None and window.rate == "scenario":
+        _check_has_rate(log.scenario)
+    waiting = window is not None and window.queue == "waiting"
+    start = _start_of_service(log) if waiting else None
+    period = kept = None
+    if "switchback" in call.methods:
+        period, kept = _kept_of_periods(log, call.washout)
+    for begin in range(0, log.n_tasks, CHUNK):
+        rows = slice(begin, begin + CHUNK)
+        yield Chunk(
+            base=0.0,
+            arrival=log.arrival[rows],
+            departure=log.departure[rows],
+            treated=log.treated[rows],
+            start=None if start is None else start[rows],
+            in_system=None if log.in_system is None else log.in_system[rows],
+            period=None if period is None else period[rows],
+            kept=None if kept is None else kept[rows],
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -574,21 +680,19 @@ def _refuse_unequal_rates(log: TaskLog) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _difference_of_means(method: str, log: TaskLog, level: float) -> Estimate:
-    if log.n_tasks - log.first_counted < 2:
-        raise ValueError(f"{method} needs at least two counted tasks, and the log has only one")
-    edges = inference.batch_edges(log.first_counted, log.n_tasks)
-    counts, sums = kernels.batch_sums(log.arrival, log.departure, log.treated, edges)
+def _difference_of_means(method: str, sums: Sums, level: float) -> Estimate:
+    counts = sums.batch_counts
     for arm, count in zip(("control", "treated"), counts.sum(axis=0), strict=True):
         if count == 0:
             raise ValueError(
                 f"none of the {counts.sum()} counted tasks is {arm}: {method} needs both arms"
             )
-    contrast = inference.batch_means(counts, sums)
+    contrast = inference.batch_means(counts, sums.batch_sums)
     return _from_contrast(method, contrast, int(counts.sum()), level)
 
 
-def _switchback(log: TaskLog, washout: float, level: float) -> Estimate:
+def _kept_of_periods(log: TaskLog, washout: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the period of each task of a switchback, and which count after the wash-out."""
     period = log.period
     if period is None:
         raise ValueError(
@@ -612,22 +716,13 @@ def _switchback(log: TaskLog, washout: float, level: float) -> Estimate:
     else:
         _, first, number = np.unique(period, return_index=True, return_inverse=True)
         begin = log.arrival[first][number]
-    kept = period < period.max()
+    kept = log.arrival - begin >= washout
     kept[: log.first_counted] = False
-    if washout > 0.0:
-        kept &= log.arrival - begin >= washout
+    return period, kept
 
-    names, number = np.unique(period[kept], return_inverse=True)
-    cell = 2 * number + log.treated[kept]
-    counts = np.bincount(cell, minlength=2 * names.size).reshape(-1, 2)
-    responses = np.bincount(cell, weights=log.response_time[kept], minlength=2 * names.size)
-    sums = responses.astype(np.float64).reshape(-1, 2)
-    both = np.flatnonzero(counts.all(axis=1))
-    if both.size:
-        raise ValueError(
-            f"period {names[both[0]]} holds tasks of both arms: in a switchback each holds one"
-        )
-    control, treated = np.count_nonzero(counts, axis=0)
+
+def _switchback(sums: Sums, washout: float, level: float) -> Estimate:
+    control, treated = (int(count) for count in sums.period_moments[:, 0])
     found = f"{control} control and {treated} treated whole periods after a washout of {washout:g}"
     if min(control, treated) < 2:
         raise ValueError(
@@ -636,9 +731,10 @@ def _switchback(log: TaskLog, washout: float, level: float) -> Estimate:
     if min(control, treated) < FEW_PERIODS:
         warnings.warn(
             f"the standard error of switchback is rough, with {found}: {FEW_PERIODS} are advised",
-            stacklevel=4,
+            stacklevel=5,
         )
-    return _from_contrast("switchback", inference.clustered(counts, sums), int(counts.sum()), level)
+    contrast = inference.clustered(sums.period_moments)
+    return _from_contrast("switchback", contrast, int(sums.period_moments[:, 1].sum()), level)
 
 
 def _from_contrast(
@@ -670,56 +766,51 @@ class _Windows(NamedTuple):
     arrival_rate: float | str | None
 
 
+def _check_propensity(propensity: float | None) -> None:
+    if propensity is None:
+        raise ValueError(
+            "normalise='inverse_propensity' needs the known probability of treatment, and the "
+            "log's propensity is None: give it to the log, or use 'group_means' (which is what "
+            "estimating it by the treated share comes to)"
+        )
+    if not 0.0 < propensity < 1.0:
+        raise ValueError(
+            f"normalise='inverse_propensity' needs a propensity strictly between 0 and 1, not "
+            f"the log's {propensity!r}"
+        )
+
+
 def _windows(
-    log: TaskLog,
-    horizon: int | None,
-    normalise: str,
-    queue: str | None,
-    arrival_rate: ArrivalRate | None,
+    sums: Sums, call: Call, scenario: Scenario | None, propensity: float | None
 ) -> _Windows:
-    """Compute both differences; with `queue=None` the queue's is left at zero."""
-    horizon = _resolve_horizon(log, horizon)
-    propensity = None
-    if normalise == "inverse_propensity":
-        propensity = log.propensity
-        if propensity is None:
-            raise ValueError(
-                "normalise='inverse_propensity' needs the known probability of treatment, and the "
-                "log's propensity is None: give it to the log, or use 'group_means' (which is what "
-                "estimating it by the treated share comes to)"
-            )
-        if not 0.0 < propensity < 1.0:
-            raise ValueError(
-                f"normalise='inverse_propensity' needs a propensity strictly between 0 and 1, not "
-                f"the log's {propensity!r}"
-            )
-    if queue is None:
-        costs = _Costs(np.zeros(log.n_tasks, dtype=np.int64), 1.0, False, None)
-    else:
-        costs = _queue_costs(log, horizon, queue, arrival_rate)
-    moments = kernels.window_moments(
-        log.arrival,
-        log.departure,
-        costs.of_arrival,
-        log.treated,
-        log.first_counted,
-        horizon,
-        costs.scale,
-        costs.by_duration,
-    )
+    """Compute both differences; without a queue its own is left at zero."""
+    window = call.window(scenario)
+    rate = call.rate_of(scenario)
+    assert window is not None
+    scale = 1.0
+    if rate == "estimated":
+        scale = 1.0 / _estimated_rate(sums.n_seen, sums.first_arrival, sums.last_arrival)
+    elif rate == "window":
+        scale = 1.0 / window.horizon
+    elif rate is not None and window.rate is None:
+        assert isinstance(rate, (int, float, np.number))  # check_rate has left only numbers
+        scale = 1.0 / float(rate)
+    moments = sums.window_moments(window, scale)
     for arm, count in zip(("control", "treated"), moments[:, 0], strict=True):
         if count < 2:
             raise ValueError(
-                f"only {count:g} of the {moments[:, 0].sum():g} windows of horizon {horizon} begin "
-                f"with a {arm} task: at least 2 are needed"
+                f"only {count:g} of the {moments[:, 0].sum():g} windows of horizon "
+                f"{window.horizon} begin with a {arm} task: at least 2 are needed"
             )
+    weighted = call.normalise == "inverse_propensity"
+    said = "function" if callable(rate) else rate
     return _Windows(
-        inference.difference_in_sums(moments, propensity),
-        horizon,
+        inference.difference_in_sums(moments, propensity if weighted else None),
+        window.horizon,
         int(moments[:, 0].sum()),
-        normalise,
-        queue,
-        costs.arrival_rate,
+        call.normalise,
+        window.queue,
+        said if said is None or isinstance(said, str) else float(said),
     )
 
 
@@ -765,7 +856,8 @@ def _resolve_horizon(log: TaskLog, horizon: int | None) -> int:
     if log.scenario is not None:
         horizon = log.scenario.default_horizon
     elif log.service_time is not None:
-        horizon = math.floor(30.0 * _estimated_rate(log) * float(np.mean(log.service_time)) + 1e-9)
+        rate = _estimated_rate(log.n_tasks, log.arrival[0], log.arrival[-1])
+        horizon = math.floor(30.0 * rate * float(np.mean(log.service_time)) + 1e-9)
     else:
         raise ValueError(
             "horizon=None needs a scenario or the column service_time, and the log has neither: "
@@ -779,69 +871,10 @@ def _resolve_horizon(log: TaskLog, horizon: int | None) -> int:
     return horizon
 
 
-class _Costs(NamedTuple):
-    """The queue's cost at each arrival; a window's cost is ``scale`` times a sum of them."""
-
-    of_arrival: NDArray[np.int64] | NDArray[np.float64]
-    scale: float
-    by_duration: bool  # the sum is also multiplied by the time that the window spans
-    arrival_rate: float | str | None
-
-
-def _queue_costs(
-    log: TaskLog, horizon: int, queue: str, arrival_rate: ArrivalRate | None
-) -> _Costs:
-    if queue == "time_average":
-        leaves_at = kernels.next_arrival(log.arrival, log.departure)
-        carried = np.ascontiguousarray(log.carried_over[:, 2])
-        carried_leaves_at = np.searchsorted(log.arrival, carried)
-        found = kernels.tasks_in_system(leaves_at, carried_leaves_at)
-        area = kernels.area_between_arrivals(
-            log.arrival, log.departure, leaves_at, carried, carried_leaves_at, found
-        )
-        return _Costs(area, 1.0, False, None)
-    if queue == "waiting":
-        found = _tasks_found(log, *_start_of_service(log))
-    elif log.in_system is not None:
-        found = log.in_system
-    else:
-        found = _tasks_found(log, log.departure, log.carried_over[:, 2])
-    if queue == "including_self":
-        found = found + 1
-
-    if arrival_rate is None:
-        periodic = log.scenario is not None and isinstance(log.scenario.arrivals, Periodic)
-        arrival_rate = "scenario" if periodic else "estimated"
-    if arrival_rate == "estimated":
-        return _Costs(found, 1.0 / _estimated_rate(log), False, "estimated")
-    if arrival_rate == "window":
-        return _Costs(found, 1.0 / horizon, True, "window")
-    if arrival_rate == "scenario":
-        return _Costs(found / _scenario_rate(log), 1.0, False, "scenario")
-    if callable(arrival_rate):
-        return _Costs(found / _called_rate(arrival_rate, log.arrival), 1.0, False, "function")
-    rate = float(arrival_rate)  # check_rate has left only numbers
-    return _Costs(found, 1.0 / rate, False, rate)
-
-
-def _tasks_found(
-    log: TaskLog, end: NDArray[np.float64], carried_end: NDArray[np.float64]
-) -> NDArray[np.int64]:
-    """Count, at each arrival, the earlier tasks whose `end` lies after it."""
-    found: NDArray[np.int64] = kernels.tasks_in_system(
-        kernels.next_arrival(log.arrival, end), np.searchsorted(log.arrival, carried_end)
-    )
-    return found
-
-
-def _start_of_service(log: TaskLog) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the start of service of the log's tasks, and of those carried over."""
-    carried_start = log.carried_over[:, 1]
+def _start_of_service(log: TaskLog) -> NDArray[np.float64]:
+    """Return the start of service of the log's tasks."""
     if log.service_time is not None:
-        start = log.departure - log.service_time
-        # A task served at once starts at its arrival: rounding must not make it wait.
-        rounding = 4.0 * np.finfo(np.float64).eps * np.abs(log.departure)
-        return np.where(start - log.arrival <= rounding, log.arrival, start), carried_start
+        return start_by_service_time(log.arrival, log.departure, log.service_time)
     if log.server is None:
         raise ValueError(
             "queue='waiting' needs the start of service, and the log has neither the column "
@@ -853,7 +886,9 @@ def _start_of_service(log: TaskLog) -> tuple[NDArray[np.float64], NDArray[np.flo
     free = np.full(servers, -np.inf)
     np.maximum.at(free, log.carried_over[:, 0].astype(np.int64), log.carried_over[:, 2])
     delay = 0.0 if log.scenario is None else log.scenario.dispatch_delay
-    start = kernels.start_of_service(log.arrival, log.departure, log.server, delay, free)
+    start: NDArray[np.float64] = kernels.start_of_service(
+        log.arrival, log.departure, log.server, delay, free
+    )
     wrong = np.flatnonzero(start > log.departure)
     if wrong.size:
         k = wrong[0]
@@ -861,7 +896,7 @@ def _start_of_service(log: TaskLog) -> tuple[NDArray[np.float64], NDArray[np.flo
             f"queue='waiting' without service times needs FCFS servers, and task {k} leaves server "
             f"{log.server[k]} at {log.departure[k]:g}, before it could start at {start[k]:g}"
         )
-    return start, carried_start
+    return start
 
 
 # --------------------------------------------------------------------------------------------------
@@ -869,25 +904,29 @@ def _start_of_service(log: TaskLog) -> tuple[NDArray[np.float64], NDArray[np.flo
 # --------------------------------------------------------------------------------------------------
 
 
-def _estimated_rate(log: TaskLog) -> float:
-    span = float(log.arrival[-1] - log.arrival[0])
-    if span <= 0.0:
+def _estimated_rate(n_tasks: int, first: float, last: float) -> float:
+    if not last > first:
         raise ValueError("the arrival rate can't be estimated: all arrivals are at the same time")
-    return (log.n_tasks - 1) / span
+    return (n_tasks - 1) / (last - first)
 
 
-def _scenario_rate(log: TaskLog) -> NDArray[np.float64]:
-    if log.scenario is None:
+def _check_has_rate(scenario: Scenario | None) -> None:
+    if scenario is None:
         raise ValueError(
             "arrival_rate='scenario' needs a log with a scenario, and this one has none"
         )
-    if isinstance(log.scenario.arrivals, ArrivalTrace):
+    if isinstance(scenario.arrivals, ArrivalTrace):
         raise ValueError(
             "arrival_rate='scenario' needs arrivals with a rate, and an ArrivalTrace has none: "
             "use 'estimated', 'window' or queue='time_average'"
         )
-    rate = log.scenario.n_servers * log.scenario.arrivals.rate_at(log.arrival)
-    return _check_rates("arrival_rate='scenario'", rate, log.arrival)
+
+
+def _scenario_rate(scenario: Scenario | None, time: NDArray[np.float64]) -> NDArray[np.float64]:
+    assert scenario is not None
+    assert not isinstance(scenario.arrivals, ArrivalTrace)
+    rate = scenario.n_servers * scenario.arrivals.rate_at(time)
+    return _check_rates("arrival_rate='scenario'", rate, time)
 
 
 def _called_rate(

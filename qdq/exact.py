@@ -32,15 +32,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
-import scipy.linalg
-import scipy.sparse as sparse
-from joblib import Parallel, delayed
 from numpy.typing import NDArray
-from scipy.sparse.linalg import LinearOperator, gmres, splu
-from tqdm import tqdm
 
 from qdq import validation
 from qdq.designs import AllControl, AllTreatment
@@ -63,6 +58,10 @@ from qdq.scenario import (
     ServiceTrace,
 )
 from qdq.simulate import simulate
+
+# scipy, joblib and tqdm are imported where they are used, so that importing qdq stays quick.
+if TYPE_CHECKING:
+    from scipy import sparse
 
 # --------------------------------------------------------------------------------------------------
 # Small chains
@@ -292,6 +291,8 @@ class SmallChain:
         # Application of R to a row vector. Departures lower the total, by which the states are
         # ordered, so the matrix is triangular and is factored as it stands.
         rate = self.scenario.total_arrival_rate
+        from scipy import sparse
+
         drain = sparse.eye_array(self.n_states) - self._departures / rate
         return _factored(drain.T, "NATURAL").solve  # type: ignore[no-any-return]
 
@@ -327,12 +328,17 @@ class SmallChain:
         )
 
     def _generator(self, p: float) -> sparse.csr_array:
+        from scipy import sparse
+
         routing = p * self._treatment[0] + (1.0 - p) * self._control[0]
         arrivals = self.scenario.total_arrival_rate * (routing - sparse.eye_array(self.n_states))
         return (arrivals + self._departures).tocsr()
 
     def _solve_adjoint(self, p: float, b: NDArray[np.float64]) -> NDArray[np.float64]:
         # Solve -x G = b for a b of sum 0; x is left open by a multiple of the law.
+        from scipy import sparse
+        from scipy.sparse.linalg import LinearOperator, gmres
+
         matrix = -self._generator(p).T.tocsr()
         if self._rates.size <= 2:
             # The states lie in a plane, and an elimination (with x = 0 in the empty system, which
@@ -353,6 +359,8 @@ class SmallChain:
 
 
 def _factored(matrix: sparse.csr_array, order: str) -> Any:
+    from scipy.sparse.linalg import splu
+
     # An M-matrix, so its diagonal needs no pivoting.
     options = {"SymmetricMode": True, "Equil": False}
     return splu(matrix.tocsc(), permc_spec=order, diag_pivot_thresh=0.0, options=options)
@@ -457,6 +465,8 @@ def _not_a_chain(scenario: Scenario) -> str | None:
 
 
 def _build_chain(scenario: Scenario, propensity: float, size: NDArray[np.int64]) -> SmallChain:
+    from scipy import sparse
+
     # The policies treat servers alike, so servers can be put in order of their rates, and states
     # that differ by an exchange of servers of equal rate are one state.
     rates, starts, class_of, counts = _by_rate(scenario.rates)
@@ -705,6 +715,8 @@ def refined_mean_field_response(n_servers: int, load: float, d: int) -> float:
     n = validation.integer("n_servers", n_servers, f"an integer >= d={d}", at_least=d)
     if d == 1 or load == 0.0:
         return mm1_response(load)
+    from scipy.linalg import solve_continuous_lyapunov
+
     x = _fixed_point(load, d)
     before, after = np.append(1.0, x[:-1]), np.append(x[1:], 0.0)
     size = x.size
@@ -719,7 +731,7 @@ def refined_mean_field_response(n_servers: int, load: float, d: int) -> float:
     second = d * (d - 1) * x ** (d - 2.0)
     jacobian = np.diag(-load * first - 1.0) + np.diag(load * first[:-1], -1) + np.eye(size, k=1)
     intensity = np.diag(gained(x**d, before**d) + x - after)
-    covariance = scipy.linalg.solve_continuous_lyapunov(jacobian, -intensity)
+    covariance = solve_continuous_lyapunov(jacobian, -intensity)
     spread = second * np.diag(covariance)
     curvature = gained(spread, np.append(0.0, spread[:-1]))
     distinct = -0.5 * d * (d - 1) * x ** (d - 1) * (1.0 - x)
@@ -941,6 +953,9 @@ def _simulate_until(
     n_jobs: int,
     progress: bool | None,
 ) -> TrueEffect:
+    from joblib import Parallel, delayed
+    from tqdm import tqdm
+
     relative, absolute = tolerances
     arms = [arm for arm in (0, 1) if exact[arm] is None]
     known = np.array([math.nan if response is None else response for response in exact])

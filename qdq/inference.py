@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtr, chdtrc, ndtri, stdtrit
 
 BATCHES = 30
 TASKS_PER_BATCH = 10
@@ -72,6 +71,8 @@ def confidence_interval(
     -------
     ConfidenceInterval
     """
+    from scipy.special import ndtri, stdtrit  # here, so that importing qdq stays quick
+
     upper = 0.5 + 0.5 * level
     if math.isinf(degrees_of_freedom):
         quantile = float(ndtri(upper))
@@ -98,15 +99,6 @@ def batch_edges(first: int, stop: int) -> NDArray[np.int64]:
     return first + (stop - first) * np.arange(batches + 1, dtype=np.int64) // batches
 
 
-def _influence(
-    counts: NDArray[np.int64], sums: NDArray[np.float64]
-) -> tuple[float, NDArray[np.float64]]:
-    """Return the difference of the arms' means, and each group's influence on either mean."""
-    total = counts.sum(axis=0)
-    means = sums.sum(axis=0) / total
-    return float(means[1] - means[0]), (sums - counts * means) / total
-
-
 def batch_means(counts: NDArray[np.int64], sums: NDArray[np.float64]) -> Contrast:
     """Difference of means, with the variance from runs of tasks that hold both arms.
 
@@ -125,13 +117,15 @@ def batch_means(counts: NDArray[np.int64], sums: NDArray[np.float64]) -> Contras
     -------
     Contrast
     """
-    value, influence = _influence(counts, sums)
+    total = counts.sum(axis=0)
+    means = sums.sum(axis=0) / total
+    influence = (sums - counts * means) / total
     batches = len(counts)
     variance = batches / (batches - 1) * float(np.sum((influence[:, 1] - influence[:, 0]) ** 2))
-    return Contrast(value, variance, batches - 1)
+    return Contrast(float(means[1] - means[0]), variance, batches - 1)
 
 
-def clustered(counts: NDArray[np.int64], sums: NDArray[np.float64]) -> Contrast:
+def clustered(moments: NDArray[np.float64]) -> Contrast:
     """Difference of means, with the variance from clusters that each hold one arm only.
 
     The arms are drawn cluster by cluster, so each arm is a sample of its own: with K_z clusters and
@@ -141,23 +135,25 @@ def clustered(counts: NDArray[np.int64], sums: NDArray[np.float64]) -> Contrast:
 
     Parameters
     ----------
-    counts : ndarray of int64, shape (K, 2)
-        Tasks of each cluster, columns control and treatment; in each row one of the two is 0. At
-        least two clusters an arm.
-    sums : ndarray of float64, shape (K, 2)
-        Their summed responses.
+    moments : ndarray of float64, shape (2, 6)
+        A row an arm (0 control, 1 treatment): number of clusters, at least two; sums over clusters
+        of the number of tasks c, of their summed responses S, of c^2, of S^2 and of c S. From each
+        response the same number may have been taken off.
 
     Returns
     -------
     Contrast
     """
-    value, influence = _influence(counts, sums)
-    clusters = np.count_nonzero(counts, axis=0)
-    parts = clusters / (clusters - 1) * np.sum(influence**2, axis=0)
+    clusters, tasks, total, tasks2, total2, product = moments.T
+    means = total / tasks
+    # The sum of (S - c mean)^2; a zero may come out as a rounding error below zero.
+    spread = np.maximum(total2 - 2.0 * means * product + means**2 * tasks2, 0.0)
+    spread[spread <= 1e-14 * total2] = 0.0
+    parts = clusters / (clusters - 1.0) * spread / tasks**2
     variance = float(parts.sum())
-    spread = float(np.sum(parts**2 / (clusters - 1)))
-    freedom = variance**2 / spread if spread > 0.0 else float(clusters.sum() - 2)
-    return Contrast(value, variance, freedom)
+    uncertainty = float(np.sum(parts**2 / (clusters - 1.0)))
+    freedom = variance**2 / uncertainty if uncertainty > 0.0 else float(clusters.sum() - 2)
+    return Contrast(float(means[1] - means[0]), variance, freedom)
 
 
 def difference_in_sums(
@@ -175,7 +171,7 @@ def difference_in_sums(
     Parameters
     ----------
     moments : ndarray of float64, shape (2, 6)
-        As `kernels.window_moments` returns; at least two windows an arm.
+        As `streaming.Sums.window_moments` returns; at least two windows an arm.
     propensity : float, optional
         Known probability of treatment, in (0, 1); None for group means.
 
@@ -254,6 +250,8 @@ def sample_ratio_p_value(treated: int, tasks: int, propensity: float) -> float:
     -------
     float
     """
+    from scipy.special import bdtr
+
     at_most = float(bdtr(treated, tasks, propensity))
     at_least = float(bdtr(tasks - treated, tasks, 1.0 - propensity))
     return min(1.0, 2.0 * min(at_most, at_least))
@@ -288,6 +286,8 @@ def constant_rate(arrival: NDArray[np.float64]) -> RateTest | None:
     RateTest or None
         With a bin for every 100 arrivals, at most 1,000 bins; None below two bins.
     """
+    from scipy.special import chdtrc
+
     between = arrival[1:-1]
     bins = min(MOST_BINS, between.size // ARRIVALS_PER_BIN)
     if bins < 2:

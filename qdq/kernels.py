@@ -1,7 +1,7 @@
 """Every jitted function of qdq, and nothing else.
 
-All kernels live in this one file because numba's disk cache notices an edit of the file that holds
-a function but not of the files it calls into: with one file, a cached kernel is never stale.
+All kernels live in this one file, and their machine code is kept on disk under a digest of all of
+it: with one file, no kernel is ever stale (see `jit`).
 
 Rules the kernels keep: plain typed loops, arrays and scalars in, arrays and scalars out; only
 ``+ - * /``, ``sqrt`` and the polynomial ``log``, ``exp`` and ``sin`` below, never ``fastmath``, so
@@ -12,15 +12,63 @@ generator that has a state.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+import hashlib
+import os
+import pickle
+import sys
+import uuid
+import warnings
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-# error_model="numpy": a division must not branch to an exception, or the loop around it is not
-# vectorised. nogil: replications run side by side in threads.
-jit = njit(cache=True, nogil=True, error_model="numpy")
+
+def _digest(code: CodeType) -> str:
+    """Return a digest of what a module, and every function in it, does."""
+    constants = [_digest(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    text = repr((code.co_code, code.co_names, code.co_varnames, constants))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_THIS_CODE = _digest(sys._getframe().f_code)
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile a kernel when it is first called, or take its machine code from numba's cache.
+
+    numba renews a file of its cache when the time of the source differs (its content, from 0.68
+    on). Here the files have the digest of the code that runs in their names, and are never written
+    twice: not the code of another version, nor that of another process with another processor, can
+    be taken for it. Where numba's private attributes have changed, its own rules hold. A cache that
+    can't be read or written is done without.
+    """
+    # error_model="numpy": a division must not branch to an exception, or the loop around it is not
+    # vectorised. nogil: replications run side by side in threads.
+    kernel: Any = njit(nogil=True, error_model="numpy")(function)
+    with contextlib.suppress(AttributeError):  # a plain function if NUMBA_DISABLE_JIT is set
+        try:
+            kernel.enable_caching()
+        except RuntimeError:
+            warnings.warn(
+                "neither qdq's folder nor the user's cache can be written, so kernels are compiled "
+                "in every process: set NUMBA_CACHE_DIR to a folder that can",
+                stacklevel=1,  # one place, so that it is said once
+            )
+            return kernel
+        cache = kernel._cache
+        name = f"{cache._impl.filename_base}-{_THIS_CODE}"
+        cache._cache_file._source_stamp = _THIS_CODE
+        cache._cache_file._index_path = os.path.join(cache.cache_path, f"{name}.nbi")
+        cache._cache_file._data_name = lambda number: f"{name}.{uuid.uuid4().hex[:16]}.nbc"
+        cache._guard_against_spurious_io_errors = lambda: contextlib.suppress(
+            OSError, EOFError, pickle.UnpicklingError
+        )
+    return kernel
 
 
 # --------------------------------------------------------------------------------------------------
@@ -997,8 +1045,9 @@ run_with_user_policy = njit(nogil=True, error_model="numpy")(getattr(run, "py_fu
 def next_arrival(arrival, moment):
     """Index of the first arrival at or after each moment; n if there is none.
 
-    A grid of buckets over the arrivals narrows the search to the few arrivals of one bucket. The
-    bucket of a time is a monotone function of it, rounding included, so the answer is exact.
+    A fine grid of buckets over the arrivals leaves few of them to be compared, one after the other
+    unless a burst fills a bucket. The bucket of a time is a monotone function of it, rounding
+    included, so the answer is exact.
 
     Parameters
     ----------
@@ -1012,31 +1061,35 @@ def next_arrival(arrival, moment):
     n = len(arrival)
     origin = arrival[0]
     last = arrival[n - 1]
-    buckets = n // 2 + 1
+    buckets = 2 * n
     # A span too small to divide by puts all arrivals into one bucket.
     per_time = buckets / (last - origin) if last - origin > 1e-200 else 0.0
-    begin = np.zeros(buckets + 2, dtype=np.int64)
+    begin = np.zeros(buckets + 2, dtype=np.int32)
     for k in range(n):
-        begin[int((arrival[k] - origin) * per_time) + 1] = k + 1
-    for bucket in range(1, buckets + 2):
-        begin[bucket] = max(begin[bucket], begin[bucket - 1])
+        begin[np.uint64(np.int64((arrival[k] - origin) * per_time) + 1)] += np.int32(1)
+    before = np.int32(0)
+    for bucket in range(np.uint64(buckets + 2)):
+        before += begin[bucket]
+        begin[bucket] = before
     index = np.empty(len(moment), dtype=np.int64)
     for j in range(len(moment)):
-        if moment[j] > last:
-            index[j] = n
-        elif moment[j] <= origin:
-            index[j] = 0
-        else:
-            bucket = int((moment[j] - origin) * per_time)
-            low = begin[bucket]
-            high = begin[bucket + 1]
-            while low < high:
-                middle = (low + high) >> 1
-                if arrival[middle] < moment[j]:
-                    low = middle + 1
+        time = moment[j]
+        low = np.uint64(n)
+        if time <= origin:
+            low = np.uint64(0)
+        elif time <= last:
+            bucket = np.uint64(np.int64((time - origin) * per_time))
+            low = np.uint64(begin[bucket])
+            high = np.uint64(begin[bucket + np.uint64(1)])
+            while high - low > np.uint64(8):
+                middle = (low + high) >> np.uint64(1)
+                if arrival[middle] < time:
+                    low = middle + np.uint64(1)
                 else:
                     high = middle
-            index[j] = low
+            while arrival[low] < time:
+                low += np.uint64(1)
+        index[j] = low
     return index
 
 
@@ -1077,15 +1130,16 @@ def tasks_in_system(leaves_at, carried_leaves_at):
 
 @jit
 def area_between_arrivals(
-    arrival, departure, leaves_at, carried_departure, carried_leaves_at, found
+    before, arrival, departure, leaves_at, carried_departure, carried_leaves_at, found
 ):
-    """Integral of the number in system from arrival k - 1 to arrival k; 0 at k = 0.
+    """Integral of the number in system from arrival k - 1 to arrival k.
 
     The tasks still there at arrival k fill the whole gap; those that leave inside it fill a part.
     Only positive terms are added, so nothing cancels.
 
     Parameters
     ----------
+    before : float, the arrival before the first one; the first one itself if there is none
     arrival, departure : float64 (n,)
     leaves_at : int64 (n,), as for `tasks_in_system`
     carried_departure : float64 (m,), departures of the tasks in the system before the first arrival
@@ -1100,12 +1154,15 @@ def area_between_arrivals(
     area = np.zeros(n)
     for j in range(len(carried_departure)):
         k = carried_leaves_at[j]
-        if 0 < k < n:
+        if k == 0:
+            area[k] += max(carried_departure[j] - before, 0.0)
+        elif k < n:
             area[k] += carried_departure[j] - arrival[k - 1]
     for j in range(n):
         k = leaves_at[j]
         if j < k < n:
             area[k] += departure[j] - arrival[k - 1]
+    area[0] += found[0] * (arrival[0] - before)
     for k in range(1, n):
         area[k] += found[k] * (arrival[k] - arrival[k - 1])
     return area
@@ -1135,92 +1192,174 @@ def start_of_service(arrival, departure, server, delay, free):
 
 
 @jit
-def window_moments(arrival, departure, queue, treated, first, horizon, scale, by_duration):
-    """Moments of both truncated sums over all windows of each arm, in one pass.
+def add_windows(
+    response, cost, arrival, treated, first, stop, horizon, by_duration, running, moments
+):
+    """Add the windows first, ..., stop - 1 to the moments of both truncated sums, arm by arm.
 
-    Window i, from `first` to n - horizon - 1, holds the response W_i + ... + W_{i+horizon-1} and
-    the queue scale * (queue[i+1] + ... + queue[i+horizon]), times A_{i+horizon} - A_i if
-    `by_duration`. The sums slide. Deviations are taken from the first window, whose own deviation
-    is at most sqrt(windows) standard deviations of the sums, so the rounding error of a variance is
-    at most about windows * 1e-16 of it.
+    Window i holds the response W_i + ... + W_{i+horizon-1} and the queue cost[i+1] + ... +
+    cost[i+horizon], times A_{i+horizon} - A_i if `by_duration`. The sums slide: each comes from
+    the window before. Deviations are taken from the very first window, whose own deviation is at
+    most sqrt(windows) standard deviations of the sums, so the rounding error of a variance is at
+    most about windows * 1e-16 of it.
 
     Parameters
     ----------
-    arrival, departure : float64 (n,)
-    queue : int64 or float64 (n,)
-    treated : bool (n,)
-    first, horizon : int, with first + horizon < n and horizon >= 1
-    scale : float
+    response, cost, arrival : float64 (m,), of the newest tasks in order
+    treated : bool (m,)
+    first, stop : int, positions in these arrays; stop + horizon <= m, and first >= 1 unless these
+        are the first windows of all
+    horizon : int, >= 1
     by_duration : bool
-
-    Returns
-    -------
-    float64 (2, 6), a row an arm (0 control, 1 treatment): windows; mean response, mean queue; sums
-    of squared deviations from the arm's mean of response and of queue; sum of their products. An
-    empty arm has zeros.
+    running : float64 (5,), changed: the two sums of the last window, those of the very first one,
+        and whether there was one
+    moments : float64 (2, 6), changed, a row an arm (0 control, 1 treatment): windows; sums of the
+        deviations of response and of queue, of their squares, and of their products
     """
-    n = len(arrival)
-    response_sum = 0.0
-    queue_sum = 0.0
-    for k in range(first, first + horizon):
-        response_sum += departure[k] - arrival[k]
-        queue_sum += queue[k + 1]
-    response_origin = response_sum
-    queue_origin = queue_sum * scale
-    if by_duration:
-        queue_origin *= arrival[first + horizon] - arrival[first]
-    moments = np.zeros((2, 6))
-    moments[int(treated[first]), 0] = 1.0
-    for i in range(first + 1, n - horizon):
-        end = i + horizon
-        response_sum += departure[end - 1] - arrival[end - 1]
-        response_sum -= departure[i - 1] - arrival[i - 1]
-        queue_sum += queue[end] - queue[i]
-        response = response_sum - response_origin
-        length = queue_sum * scale
+    if first >= stop:
+        return
+    response_sum = running[0]
+    queue_sum = running[1]
+    slides = running[4] > 0.0
+    if not slides:
+        response_sum = 0.0
+        queue_sum = 0.0
+        for k in range(first, first + horizon):
+            response_sum += response[k]
+            queue_sum += cost[k + 1]
+        running[2] = response_sum
+        running[3] = queue_sum
+        if by_duration:
+            running[3] *= arrival[first + horizon] - arrival[first]
+        running[4] = 1.0
+    response_origin = running[2]
+    queue_origin = running[3]
+    # Totals of both arms and of the treatment apart: no branch on a coin.
+    n1 = 0
+    x0 = y0 = xx0 = yy0 = xy0 = 0.0
+    x1 = y1 = xx1 = yy1 = xy1 = 0.0
+    span = np.uint64(horizon)
+    one = np.uint64(1)
+    # Unsigned indices: a signed one would be tested for counting from the end.
+    for i in range(np.uint64(first), np.uint64(stop)):
+        end = i + span
+        if slides:
+            response_sum += response[end - one] - response[i - one]
+            queue_sum += cost[end] - cost[i]
+        slides = True
+        length = queue_sum
         if by_duration:
             length *= arrival[end] - arrival[i]
-        length -= queue_origin
-        arm = int(treated[i])
-        moments[arm, 0] += 1.0
-        moments[arm, 1] += response
-        moments[arm, 2] += length
-        moments[arm, 3] += response * response
-        moments[arm, 4] += length * length
-        moments[arm, 5] += response * length
-    for arm in range(2):
-        count = moments[arm, 0]
-        if count > 0.0:
-            response = moments[arm, 1] / count
-            length = moments[arm, 2] / count
-            moments[arm, 1] = response_origin + response
-            moments[arm, 2] = queue_origin + length
-            moments[arm, 3] = max(moments[arm, 3] - count * response * response, 0.0)
-            moments[arm, 4] = max(moments[arm, 4] - count * length * length, 0.0)
-            moments[arm, 5] -= count * response * length
-    return moments
+        x = response_sum - response_origin
+        y = length - queue_origin
+        z = treated[i]
+        n1 += z
+        mine = x if z else 0.0
+        other = y if z else 0.0
+        x1 += mine
+        y1 += other
+        xx1 += mine * x
+        yy1 += other * y
+        xy1 += mine * y
+        mine = x - mine
+        other = y - other
+        x0 += mine
+        y0 += other
+        xx0 += mine * x
+        yy0 += other * y
+        xy0 += mine * y
+    running[0] = response_sum
+    running[1] = queue_sum
+    moments[0, 0] += stop - first - n1
+    moments[0, 1] += x0
+    moments[0, 2] += y0
+    moments[0, 3] += xx0
+    moments[0, 4] += yy0
+    moments[0, 5] += xy0
+    moments[1, 0] += n1
+    moments[1, 1] += x1
+    moments[1, 2] += y1
+    moments[1, 3] += xx1
+    moments[1, 4] += yy1
+    moments[1, 5] += xy1
 
 
 @jit
-def batch_sums(arrival, departure, treated, edges):
-    """Count and summed response time of each arm in each run of tasks.
+def add_batches(response, treated, first, edges, counts, sums):
+    """Add tasks first, first + 1, ... to the count and summed response of each arm in each run.
 
     Parameters
     ----------
-    arrival, departure : float64 (n,)
-    treated : bool (n,)
+    response : float64 (m,)
+    treated : bool (m,)
+    first : int, number of the first of these tasks
     edges : int64 (B + 1,), run b holds the tasks from edges[b] to edges[b + 1] - 1
+    counts : int64 (B, 2), changed, columns control and treatment
+    sums : float64 (B, 2), changed
+    """
+    for b in range(len(edges) - 1):
+        begin = max(edges[b] - first, 0)
+        end = min(edges[b + 1] - first, len(response))
+        n1 = 0
+        sum0 = 0.0
+        sum1 = 0.0
+        for i in range(np.uint64(begin), np.uint64(max(begin, end))):
+            z = treated[i]
+            n1 += z
+            mine = response[i] if z else 0.0
+            sum1 += mine
+            sum0 += response[i] - mine
+        if begin < end:
+            counts[b, 0] += end - begin - n1
+            counts[b, 1] += n1
+            sums[b, 0] += sum0
+            sums[b, 1] += sum1
+
+
+@jit
+def add_periods(response, treated, period, kept, running, moments):
+    """Add the tasks of a switchback to the moments of its whole periods, arm by arm.
+
+    A period is added when the next one begins, so the last one never is. Its tasks that are kept
+    have a number c and a summed response S, of which c times the response of the very first task is
+    taken off, so that squares lose little to rounding. Periods without any are passed over.
+
+    Parameters
+    ----------
+    response : float64 (m,)
+    treated, kept : bool (m,)
+    period : int64 (m,), nondecreasing
+    running : float64 (7,), changed: whether there was a task, its response, the number of the
+        current period, its control tasks and their sum, its treated tasks and their sum
+    moments : float64 (2, 6), changed, a row an arm: periods; sums of c, S, c^2, S^2 and c S
 
     Returns
     -------
-    counts : int64 (B, 2), columns control and treatment
-    sums : float64 (B, 2)
+    int, the first period with kept tasks of both arms; -1 if there is none
     """
-    counts = np.zeros((len(edges) - 1, 2), dtype=np.int64)
-    sums = np.zeros((len(edges) - 1, 2))
-    for b in range(len(edges) - 1):
-        for i in range(edges[b], edges[b + 1]):
-            arm = int(treated[i])
-            counts[b, arm] += 1
-            sums[b, arm] += departure[i] - arrival[i]
-    return counts, sums
+    for k in range(len(response)):
+        if running[0] == 0.0:
+            running[0] = 1.0
+            running[1] = response[k]
+            running[2] = period[k]
+        if period[k] != running[2]:
+            if running[3] > 0.0 and running[5] > 0.0:
+                return int(running[2])
+            for arm in range(2):
+                count = running[3 + 2 * arm]
+                total = running[4 + 2 * arm]
+                if count > 0.0:
+                    moments[arm, 0] += 1.0
+                    moments[arm, 1] += count
+                    moments[arm, 2] += total
+                    moments[arm, 3] += count * count
+                    moments[arm, 4] += total * total
+                    moments[arm, 5] += count * total
+                running[3 + 2 * arm] = 0.0
+                running[4 + 2 * arm] = 0.0
+            running[2] = period[k]
+        if kept[k]:
+            arm = int(treated[k])
+            running[3 + 2 * arm] += 1.0
+            running[4 + 2 * arm] += response[k] - running[1]
+    return -1

@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from qdq import kernels, validation
+from qdq import validation
 
 
 @dataclass(frozen=True)
 class Policy:
     """What all routing policies share. Use one of the subclasses."""
 
-    kind: ClassVar[int]
+    kind: ClassVar[str]
 
     @property
     def n_choices(self) -> int | None:
@@ -87,7 +87,7 @@ class PowerOfD(Policy):
         the shortest queue).
     """
 
-    kind: ClassVar[int] = kernels.POWER_OF_D
+    kind: ClassVar[str] = "POWER_OF_D"
     d: int
 
     def __post_init__(self) -> None:
@@ -122,28 +122,28 @@ class ShortestExpectedDelay(PowerOfD):
         Number of servers sampled, from 1 to the number of servers.
     """
 
-    kind: ClassVar[int] = kernels.SHORTEST_EXPECTED_DELAY
+    kind: ClassVar[str] = "SHORTEST_EXPECTED_DELAY"
 
 
 @dataclass(frozen=True)
 class JoinShortestQueue(Policy):
     """Join the server with the fewest tasks of all; ties uniformly at random."""
 
-    kind: ClassVar[int] = kernels.JOIN_SHORTEST_QUEUE
+    kind: ClassVar[str] = "JOIN_SHORTEST_QUEUE"
 
 
 @dataclass(frozen=True)
 class LeastWorkLeft(Policy):
     """Join the server with the least unfinished work, in time units; ties uniformly at random."""
 
-    kind: ClassVar[int] = kernels.LEAST_WORK_LEFT
+    kind: ClassVar[str] = "LEAST_WORK_LEFT"
 
 
 @dataclass(frozen=True)
 class JoinIdleQueue(Policy):
     """Join a server chosen uniformly among the idle ones, or among all if none is idle."""
 
-    kind: ClassVar[int] = kernels.JOIN_IDLE_QUEUE
+    kind: ClassVar[str] = "JOIN_IDLE_QUEUE"
 
     @property
     def forgets_fast(self) -> bool:
@@ -164,7 +164,7 @@ class JoinIdleQueue(Policy):
 class RoundRobin(Policy):
     """Servers in turn, by a pointer of this arm's own, moved only by the tasks that it routes."""
 
-    kind: ClassVar[int] = kernels.ROUND_ROBIN
+    kind: ClassVar[str] = "ROUND_ROBIN"
 
     @property
     def forgets_fast(self) -> bool:
@@ -197,7 +197,7 @@ class UserPolicy(Policy):
     process.
     """
 
-    kind: ClassVar[int] = kernels.USER_POLICY
+    kind: ClassVar[str] = "USER_POLICY"
     function: Callable[..., int]
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from qdq import kernels, validation
+from qdq import validation
 from qdq.policies import Policy, PowerOfD, policy_from_dict
 
 
@@ -165,7 +165,7 @@ class ArrivalTrace(_Trace):
 class Exponential(_Part):
     """Exponential service requirements of mean 1."""
 
-    kind: ClassVar[int] = kernels.EXPONENTIAL
+    kind: ClassVar[str] = "EXPONENTIAL"
     mean: ClassVar[float] = 1.0
     scv: ClassVar[float] = 1.0
     kernel_parameters: ClassVar[tuple[float, float]] = (0.0, 0.0)
@@ -175,7 +175,7 @@ class Exponential(_Part):
 class Deterministic(_Part):
     """Service requirements that are all equal to 1."""
 
-    kind: ClassVar[int] = kernels.DETERMINISTIC
+    kind: ClassVar[str] = "DETERMINISTIC"
     mean: ClassVar[float] = 1.0
     scv: ClassVar[float] = 0.0
     kernel_parameters: ClassVar[tuple[float, float]] = (0.0, 0.0)
@@ -193,7 +193,7 @@ class Pareto(_Part):
         Tail index, > 1. The variance is infinite for shape <= 2.
     """
 
-    kind: ClassVar[int] = kernels.PARETO
+    kind: ClassVar[str] = "PARETO"
     mean: ClassVar[float] = 1.0
     shape: float
 
@@ -224,7 +224,7 @@ class LogNormal(_Part):
         Coefficient of variation (standard deviation over mean), > 0 and at most 1e6.
     """
 
-    kind: ClassVar[int] = kernels.LOGNORMAL
+    kind: ClassVar[str] = "LOGNORMAL"
     mean: ClassVar[float] = 1.0
     cv: float
 
@@ -257,7 +257,7 @@ class ServiceTrace(_Trace):
         Requirements, each >= 0, with a mean > 0.
     """
 
-    kind: ClassVar[int] = kernels.SERVICE_TRACE
+    kind: ClassVar[str] = "SERVICE_TRACE"
     kernel_parameters: ClassVar[tuple[float, float]] = (0.0, 0.0)
     requirements: Sequence[float] | NDArray[np.float64]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from qdq import kernels, validation
 from qdq.designs import AllControl, AllTreatment, Design, ServerSplit, Switchback
 from qdq.policies import UserPolicy
 from qdq.scenario import ArrivalTrace, Periodic, Scenario, ServiceTrace
+from qdq.streaming import CHUNK, Chunk, Present, start_by_service_time
 from qdq.tasklog import TaskLog
 
 Seed = int | Sequence[int]
@@ -24,9 +25,6 @@ RECORDABLE = ("service_time", "in_system", "candidates", "choices", "queue_lengt
 _SPLIT_STREAM = 2**32 - 1
 # Tasks drawn at once: their draws stay in the processor's first caches.
 _BLOCK = 1024
-# Tasks of one call of the kernel. Times move to a new base between calls only, so numbers depend
-# on it.
-CHUNK = 1 << 15
 # About as many arrivals come before the base of the times moves on.
 _ARRIVALS_TO_A_BASE = 1 << 18
 
@@ -89,7 +87,24 @@ class _Engine:
     choose: tuple[Any, Any]
     block: int
 
-    def rebased(self, state: kernels.State, task: int) -> kernels.State:
+    def runs(
+        self, state: kernels.State, n_tasks: int, columns: kernels.Record
+    ) -> Iterator[tuple[float, kernels.Record]]:
+        """Dispatch tasks 0, ..., n_tasks - 1; yield chunk by chunk the base and what was recorded.
+
+        `columns` has room for all tasks, or else for one chunk, which is then used again and again.
+        """
+        whole = columns.arrival.size == n_tasks
+        for start in range(0, n_tasks, CHUNK):
+            stop = min(start + CHUNK, n_tasks)
+            here = slice(start, stop) if whole else slice(0, stop - start)
+            rows = kernels.Record._make(column[here] for column in columns)
+            # Between chunks only, at the same tasks however the columns are kept.
+            state = self._rebased(state, start)
+            state = self.run(state, rows, start, stop)
+            yield state.base, rows
+
+    def _rebased(self, state: kernels.State, task: int) -> kernels.State:
         """Return the state before `task` with times from a later base, once they have grown.
 
         The base moves by a power of 2, or by whole periods of a rate, so that the times that still
@@ -204,7 +219,9 @@ def _engine(
         amplitude=arrival_process.amplitude if isinstance(arrival_process, Periodic) else 0.0,
         period=arrival_process.period if isinstance(arrival_process, Periodic) else 1.0,
         arrival_trace=_contiguous(arrivals, np.float64),
-        service_kind=service.kind if requirements is None else kernels.SERVICE_TRACE,
+        service_kind=(
+            getattr(kernels, service.kind) if requirements is None else kernels.SERVICE_TRACE
+        ),
         service_a=service.kernel_parameters[0],
         service_b=service.kernel_parameters[1],
         service_trace=_contiguous(requirements, np.float64),
@@ -213,7 +230,7 @@ def _engine(
         delay=scenario.information_delay + scenario.dispatch_delay,
         dispatch_delay=scenario.dispatch_delay,
         counts_own_dispatches=scenario.counts_own_dispatches,
-        policy=np.array([policy.kind for policy in policies], dtype=np.int64),
+        policy=np.array([getattr(kernels, p.kind) for p in policies], dtype=np.int64),
         d=d,
         n_members=n_members,
         members=members,
@@ -326,7 +343,11 @@ def _warmed_up(engine: _Engine, warm_up: float) -> tuple[kernels.State, NDArray[
     system = engine.system
     n_servers = system.rates.size
     if system.arrival_kind == kernels.ARRIVAL_TRACE or warm_up == 0.0:
-        return _empty_state(n_servers, 0.0, system.delay), np.empty((0, 3))
+        state = _empty_state(n_servers, 0.0, system.delay)
+        if system.arrival_kind == kernels.ARRIVAL_TRACE:
+            # A trace may begin before time 0, where times inside must not.
+            state = state._replace(base=float(np.floor(system.arrival_trace[0])))
+        return state, np.empty((0, 3))
     n, clock = kernels.warm_up_start(
         system.key,
         system.arrival_kind,
@@ -377,24 +398,22 @@ def _log(
 ) -> TaskLog:
     """Run tasks 0, ..., n_tasks - 1 and put what they leave into a TaskLog."""
     columns = _record(n_tasks, record, engine.system.depth, engine.system.rates.size)
-    for start in range(0, n_tasks, CHUNK):
-        stop = min(start + CHUNK, n_tasks)
-        rows = kernels.Record._make(column[start:stop] for column in columns)
-        state = engine.rebased(state, start)
-        state = engine.run(state, rows, start, stop)
-        if state.base != 0.0:
-            rows.arrival[:] += state.base
-            rows.departure[:] += state.base
-    if engine.system.arrival_kind == kernels.ARRIVAL_TRACE:
-        columns.arrival[:] = engine.system.arrival_trace[:n_tasks]
-        np.maximum(columns.departure, columns.arrival, out=columns.departure)
+    in_system = np.empty(n_tasks if "in_system" in record else 0, np.int64)
+    present = Present(carried_over[:, 2].copy())
+    trace = engine.system.arrival_trace
+    n = 0
+    for base, rows in engine.runs(state, n_tasks, columns):
+        here = slice(n, n + rows.arrival.size)
+        if base != 0.0:
+            rows.arrival[:] += base
+            rows.departure[:] += base
+        if trace.size:  # as it was given, without rounding
+            rows.arrival[:] = trace[here]
+            np.maximum(rows.departure, rows.arrival, out=rows.departure)
+        if in_system.size:
+            in_system[here] = present.meet(rows.arrival, rows.departure)[0]
+        n = here.stop
     design = fields["design"]
-    in_system = None
-    if "in_system" in record:
-        in_system = kernels.tasks_in_system(
-            kernels.next_arrival(columns.arrival, columns.departure),
-            kernels.next_arrival(columns.arrival, carried_over[:, 2].copy()),
-        )
     return TaskLog(
         arrival=columns.arrival,
         departure=columns.departure,
@@ -410,7 +429,7 @@ def _log(
             if isinstance(design, Switchback)
             else None
         ),
-        in_system=in_system,
+        in_system=in_system if in_system.size else None,
         carried_over=carried_over,
         **fields,
     )
@@ -478,11 +497,7 @@ def simulate(
             "arm's choice for a task does not exist"
         )
     n_tasks = _checked_length(scenario, n_tasks)
-    if warm_up is None:
-        warm_up = scenario.default_warm_up
-    warm_up = validation.number("warm_up", warm_up, "a time >= 0", at_least=0.0)
-    if isinstance(scenario.arrivals, ArrivalTrace) and warm_up > 0.0:
-        raise validation.refuse("warm_up", warm_up, "0 for an ArrivalTrace, which starts empty")
+    warm_up = _checked_warm_up(scenario, warm_up)
     engine, propensity = _engine(scenario, seed_sequence(seed), design)
     state, carried_over = _warmed_up(engine, warm_up)
     return _log(
@@ -500,6 +515,64 @@ def simulate(
     )
 
 
+def stream(
+    scenario: Scenario,
+    design: Design,
+    n_tasks: int,
+    seed: Seed,
+    warm_up: float,
+    *,
+    washout: float = 0.0,
+    with_start: bool = False,
+) -> tuple[NDArray[np.float64], float | None, Iterator[Chunk]]:
+    """Simulate an experiment whose tasks are handed on in chunks and not kept.
+
+    The tasks are those of `simulate` with the same arguments.
+
+    Parameters
+    ----------
+    scenario, design, n_tasks, seed, warm_up
+        As for `simulate`.
+    washout : float
+        Of a switchback: tasks that arrive so soon after the beginning of a period are not kept.
+    with_start : bool
+        Whether chunks have the start of service.
+
+    Returns
+    -------
+    carried_over : ndarray of float64, shape (m, 3)
+        As in a TaskLog.
+    propensity : float or None
+        As in a TaskLog.
+    chunks : iterator of Chunk
+        Each valid until the next one is asked for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `simulate`.
+    """
+    n_tasks = _checked_length(scenario, n_tasks)
+    warm_up = _checked_warm_up(scenario, warm_up)
+    engine, propensity = _engine(scenario, seed_sequence(seed), design)
+    state, carried_over = _warmed_up(engine, warm_up)
+    record = ("service_time",) if with_start else ()
+    columns = _record(min(CHUNK, n_tasks), record, 0, 0)
+
+    def chunks() -> Iterator[Chunk]:
+        for base, rows in engine.runs(state, n_tasks, columns):
+            start = period = kept = None
+            if with_start:
+                start = start_by_service_time(rows.arrival, rows.departure, rows.service_time)
+            if isinstance(design, Switchback):
+                time = base + rows.arrival
+                period = np.floor(time / design.period).astype(np.int64)
+                kept = time - design.period * period >= washout
+            yield Chunk(base, rows.arrival, rows.departure, rows.treated, start, None, period, kept)
+
+    return carried_over, propensity, chunks()
+
+
 def _plain(seed: Seed) -> int | tuple[int, ...]:
     return int(seed) if np.ndim(seed) == 0 else tuple(int(part) for part in seed)  # type: ignore[arg-type, union-attr]
 
@@ -515,6 +588,15 @@ def _checked_length(scenario: Scenario, n_tasks: int) -> int:
                 "n_tasks", n_tasks, f"at most the length of the trace, {len(trace)}"
             )
     return n_tasks
+
+
+def _checked_warm_up(scenario: Scenario, warm_up: float | None) -> float:
+    if warm_up is None:
+        warm_up = scenario.default_warm_up
+    warm_up = validation.number("warm_up", warm_up, "a time >= 0", at_least=0.0)
+    if isinstance(scenario.arrivals, ArrivalTrace) and warm_up > 0.0:
+        raise validation.refuse("warm_up", warm_up, "0 for an ArrivalTrace, which starts empty")
+    return warm_up
 
 
 def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0) -> TaskLog:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import joblib
 import numpy as np
@@ -29,11 +29,11 @@ from tqdm import tqdm
 
 from qdq import estimators, inference, validation
 from qdq.designs import AllControl, AllTreatment, Bernoulli, Design, Switchback
-from qdq.estimators import ArrivalRate, Estimate
+from qdq.estimators import ArrivalRate, Call, Estimate
 from qdq.exact import TrueEffect, true_effect
 from qdq.provenance import source_hash
 from qdq.scenario import ArrivalTrace, Periodic, Scenario
-from qdq.simulate import simulate
+from qdq.simulate import Seed, seed_sequence, stream
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,13 +53,6 @@ _CHUNK = 10
 # --------------------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
-    """Methods that are estimated in one go, and the options of this variant."""
-
-    methods: tuple[str, ...]
-    options: dict[str, Any]
-
-
 @dataclass(frozen=True)
 class _Plan:
     """All that a replication depends on. Plain data, so that any backend of joblib can send it."""
@@ -75,37 +68,35 @@ class _Plan:
     washout: float
     warm_up: float
 
-    def calls(self, design: Design) -> Iterator[_Call]:
+    def calls(self, design: Design) -> Iterator[Call]:
         """Yield the calls that estimate each method and variant once."""
         if not isinstance(design, Bernoulli):
-            methods = estimators.METHODS_OF[type(design)]
-            yield _Call(methods, {"washout": self.washout} if "switchback" in methods else {})
+            yield Call(estimators.METHODS_OF[type(design)], washout=self.washout)
             return
-        yield _Call(("naive",), {})
+        yield Call(("naive",))
         one_rate = np.ptp(self.scenario.rates) == 0.0
         for horizon, normalise in itertools.product(self.horizon, self.normalise):
-            shared = {"horizon": horizon, "normalise": normalise}
             first: tuple[str, ...] = ("dq_response",)  # it has no use for what the queue's sums are
             for queue in self.queue:
                 mixed = ("dq_mixed",) if queue != "waiting" or one_rate else ()
                 # The time average needs no rate.
                 for rate in (None,) if queue == "time_average" else self.arrival_rate:
-                    options = shared | {"queue": queue, "arrival_rate": rate}
-                    yield _Call((*first, "dq_queue", *mixed), options)
+                    methods = (*first, "dq_queue", *mixed)
+                    yield Call(methods, horizon, normalise, queue, rate)
                     first = ()
 
     def labels(self) -> list[dict[str, Any]]:
         """Return what each row of a replication is of."""
         rows = []
         for design in self.designs:
-            for methods, options in self.calls(design):
-                for method in methods:
+            for call in self.calls(design):
+                for method in call.methods:
                     row = dict.fromkeys(_LABELS) | {"design": repr(design), "method": method}
                     if method.startswith("dq_"):
-                        row |= {name: options[name] for name in ("horizon", "normalise")}
+                        row |= {"horizon": call.horizon, "normalise": call.normalise}
                     if method in ("dq_queue", "dq_mixed"):
-                        row |= {"queue": options["queue"]}
-                        row |= {"arrival_rate": _rate_label(options["arrival_rate"])}
+                        row |= {"queue": call.queue}
+                        row |= {"arrival_rate": _rate_label(call.arrival_rate)}
                     rows.append(row)
         return rows
 
@@ -134,20 +125,33 @@ class _Plan:
             error.add_note(f"This was replication {j} of the study, seed=({self.seed}, {j}).")
             raise
 
-    def _rows(self, design: Design, j: int) -> Iterator[_Row]:
-        # Recorded, since all variants need it; rebuilding it would cost more.
-        record = ("in_system",) if isinstance(design, Bernoulli) else ()
-        log = simulate(self.scenario, design, self.n_tasks, (self.seed, j), self.warm_up, record)
-        for methods, options in self.calls(design):
-            try:
-                estimates = estimators.estimates_of(log, methods, **options)
-            except ValueError:
-                # Arguments have been checked: the draw left an arm with less than two periods.
-                if not isinstance(design, Switchback):
-                    raise
-                yield [None] * len(_STORED)
-                continue
-            yield from map(_row, estimates)
+    def _rows(self, design: Design, j: int) -> list[_Row]:
+        try:
+            return [_row(estimate) for estimate in self.estimates(design, (self.seed, j))]
+        except ValueError:
+            # Arguments have been checked: the draw left an arm with less than two periods.
+            if not isinstance(design, Switchback):
+                raise
+            return [[None] * len(_STORED)]
+
+    def estimates(self, design: Design, seed: Seed, level: float = 0.95) -> Iterator[Estimate]:
+        """Simulate and estimate in one pass: an estimate for each method of each of the calls."""
+        calls = list(self.calls(design))
+        bernoulli = isinstance(design, Bernoulli)
+        carried_over, propensity, chunks = stream(
+            self.scenario,
+            design,
+            self.n_tasks,
+            seed,
+            self.warm_up,
+            washout=self.washout,
+            with_start=bernoulli and "waiting" in self.queue,
+        )
+        sums = estimators.sums_of(calls, self.n_tasks, 0, carried_over, self.scenario)
+        for chunk in chunks:
+            sums.add(chunk)
+        for call in calls:
+            yield from estimators.estimates_from(sums, call, self.scenario, propensity, level)
 
 
 def _row(estimate: Estimate) -> _Row:
@@ -650,6 +654,64 @@ def run_study(
         replications=frame,
         settings=_settings(plan),
     )
+
+
+def replicate(
+    scenario: Scenario,
+    design: Design,
+    n_tasks: int,
+    seed: Seed,
+    warm_up: float | None = None,
+    *,
+    horizon: int | Sequence[int] | None = None,
+    normalise: str | Sequence[str] = "group_means",
+    queue: str | Sequence[str] = "in_system",
+    arrival_rate: ArrivalRate | Sequence[ArrivalRate | None] | None = None,
+    washout: float = 0.0,
+    level: float = 0.95,
+) -> pd.DataFrame:
+    """Simulate an experiment and estimate its effect in one pass, without keeping its log.
+
+    Memory does not grow with the number of tasks: it holds the servers, the tasks in the system and
+    as many of the newest tasks as the longest window spans.
+
+    Parameters
+    ----------
+    scenario, design, n_tasks, seed, warm_up
+        As for `simulate`; the tasks are the same. The design is Bernoulli, Switchback or
+        ServerSplit.
+    horizon, normalise, queue, arrival_rate, washout
+        As for `run_study`: several values are estimated in each combination, of the same tasks.
+    level : float, default 0.95
+        Confidence level.
+
+    Returns
+    -------
+    DataFrame
+        A row a method and variant, with the columns of `estimate`, and up to rounding the values
+        that ``estimate(simulate(...))`` gives.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `simulate` and `estimate`.
+
+    Examples
+    --------
+    >>> import qdq
+    >>> frame = qdq.replicate(qdq.Scenario(n_servers=4), qdq.Bernoulli(0.5), n_tasks=10_000,
+    ...                       seed=1, horizon=[50, 100])
+    >>> len(frame)
+    7
+    """
+    if isinstance(design, (list, tuple)):
+        raise TypeError(f"design={design!r} is not one design, such as Bernoulli(0.5)")
+    plan = _checked_plan(
+        scenario, n_tasks, 0, design, horizon, normalise, queue, arrival_rate, washout, warm_up
+    )
+    level = validation.number("level", level, "strictly between 0 and 1", above=0.0, below=1.0)
+    seed_sequence(seed)
+    return estimators.frame_of(list(plan.estimates(design, seed, level)))
 
 
 def _run(

@@ -319,7 +319,7 @@ def test_littles_law_is_an_identity_on_a_finite_log(log):
     carried_leaves = kernels.next_arrival(log.arrival, carried)
     found = kernels.tasks_in_system(leaves, carried_leaves)
     areas = kernels.area_between_arrivals(
-        log.arrival, log.departure, leaves, carried, carried_leaves, found
+        log.arrival[0], log.arrival, log.departure, leaves, carried, carried_leaves, found
     )
     last = log.arrival[-1]
     after = sum(np.maximum(d - last, 0.0).sum() for d in (log.departure, carried))
@@ -689,45 +689,37 @@ def test_an_estimate_can_change_neither_value_nor_shape():
 @given(log=logs(), horizon=st.integers(1, 7), by_duration=st.booleans())
 def test_compiled_kernels_equal_their_python_bit_for_bit(log, horizon, by_duration):
     def both(name, *arguments):
+        """Run a kernel both ways, each on arguments of its own; compare these and the results."""
         kernel = getattr(kernels, name)
-        compiled = kernel(*[np.copy(a) if isinstance(a, np.ndarray) else a for a in arguments])
-        plain = kernel.py_func(*arguments)
-        for a, b in zip(np.atleast_2d(compiled), np.atleast_2d(plain), strict=True):
+        outcomes = []
+        for function in (kernel, kernel.py_func):
+            mine = [np.copy(a) if isinstance(a, np.ndarray) else a for a in arguments]
+            outcomes.append([np.asarray(x) for x in (*mine, function(*mine)) if x is not None])
+        for a, b in zip(*outcomes, strict=True):
             assert a.tobytes() == b.tobytes()
             assert a.dtype == b.dtype
-        return compiled
+        return outcomes[0][-1]
 
     carried = log.carried_over[:, 2].copy()
     leaves = both("next_arrival", log.arrival, log.departure)
     carried_leaves = both("next_arrival", log.arrival, carried)
     found = both("tasks_in_system", leaves, carried_leaves)
-    areas = both(
-        "area_between_arrivals",
-        log.arrival,
-        log.departure,
-        leaves,
-        carried,
-        carried_leaves,
-        found,
-    )
+    times = (log.arrival[0], log.arrival, log.departure)
+    areas = both("area_between_arrivals", *times, leaves, carried, carried_leaves, found)
     both("start_of_service", log.arrival, log.departure, log.server, 0.25, np.zeros(SERVERS))
     horizon = min(horizon, log.n_tasks - log.first_counted - 1)
-    for costs in (found, areas):
-        both(
-            "window_moments",
-            log.arrival,
-            log.departure,
-            costs,
-            log.treated,
-            log.first_counted,
-            horizon,
-            0.37,
-            by_duration,
-        )
+    for costs in (found.astype(float), areas):
+        stretch = (log.first_counted, log.n_tasks - horizon, horizon, by_duration)
+        columns = (log.response_time, costs, log.arrival, log.treated)
+        both("add_windows", *columns, *stretch, np.zeros(5), np.zeros((2, 6)))
     edges = inference.batch_edges(0, log.n_tasks)
-    compiled = kernels.batch_sums(log.arrival, log.departure, log.treated, edges)
-    plain = kernels.batch_sums.py_func(log.arrival, log.departure, log.treated, edges)
-    assert [x.tobytes() for x in compiled] == [x.tobytes() for x in plain]
+    runs = edges.size - 1
+    totals = (np.zeros((runs, 2), np.int64), np.zeros((runs, 2)))
+    both("add_batches", log.response_time, log.treated, 0, edges, *totals)
+    period = np.floor(log.arrival / 2.0).astype(np.int64)
+    kept = log.arrival - 2.0 * period >= 0.5
+    columns = (log.response_time, period % 2 == 0, period, kept)
+    both("add_periods", *columns, np.zeros(7), np.zeros((2, 6)))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -57,16 +57,25 @@ def test_batch_means_of_independent_tasks_give_the_usual_standard_error():
     assert 0.25 < ratio < 2.7
 
 
+def of_clusters(counts, sums, origin=0.0):
+    """Return the moments that `clustered` takes, with `origin` taken off each response."""
+    sums = sums - origin * counts
+    columns = (counts > 0, counts, sums, counts**2, sums**2, counts * sums)
+    return np.stack([column.sum(axis=0) for column in columns], axis=1).astype(float)
+
+
 def test_clustered_variance_by_hand():
     # Clusters of 1, 2 control tasks and 2, 1, 3 treated ones.
     counts = np.array([[1, 0], [0, 2], [2, 0], [0, 1], [0, 3]])
     sums = np.array([[2.0, 0], [0, 6.0], [7.0, 0], [0, 1.0], [0, 11.0]])
-    contrast = inference.clustered(counts, sums)
+    contrast = inference.clustered(of_clusters(counts, sums))
     m0, m1 = 9 / 3, 18 / 6
     v0 = 2 / 1 * (((2 - 1 * m0) / 3) ** 2 + ((7 - 2 * m0) / 3) ** 2)
     v1 = 3 / 2 * (((6 - 2 * m1) / 6) ** 2 + ((1 - m1) / 6) ** 2 + ((11 - 3 * m1) / 6) ** 2)
     assert contrast.value == m1 - m0
     assert contrast.variance == pytest.approx(v0 + v1, rel=1e-14)
+    shifted = inference.clustered(of_clusters(counts, sums, 2.5))
+    assert shifted == pytest.approx(contrast, rel=1e-13)
     assert contrast.degrees_of_freedom == pytest.approx((v0 + v1) ** 2 / (v0**2 / 1 + v1**2 / 2))
 
 
@@ -75,20 +84,21 @@ def test_clusters_of_equal_size_give_welchs_test():
     means = rng.normal(size=15)
     treated = np.arange(15) % 3 == 0
     counts = 7 * np.stack([~treated, treated], axis=1)
-    contrast = inference.clustered(counts, counts * means[:, None])
+    contrast = inference.clustered(of_clusters(counts, counts * means[:, None]))
     welch = stats.ttest_ind(means[treated], means[~treated], equal_var=False)
     assert contrast.value / math.sqrt(contrast.variance) == pytest.approx(welch.statistic)
     assert contrast.degrees_of_freedom == pytest.approx(welch.df)
 
 
-def test_clusters_without_spread_have_variance_zero():
+@pytest.mark.parametrize("origin", [0.0, 1.0, 2.7])
+def test_clusters_without_spread_have_variance_zero(origin):
     counts = np.array([[1, 0], [0, 1], [1, 0], [0, 1]])
-    contrast = inference.clustered(counts, counts * np.array([1.0, 4.0]))
+    contrast = inference.clustered(of_clusters(counts, counts * np.array([1.0, 4.0]), origin))
     assert contrast == (3.0, 0.0, 2.0)
 
 
 def moments_of(x, y, treated):
-    """Return what `kernels.window_moments` says of the sums x and y."""
+    """Return what `Sums.window_moments` says of the sums x and y."""
     rows = []
     for arm in (~treated, treated):
         dx, dy = x[arm] - x[arm].mean(), y[arm] - y[arm].mean()

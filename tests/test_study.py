@@ -422,18 +422,19 @@ def simulated(monkeypatch):
             self.calls = []
             self.fails_at = None
 
-        def __call__(self, scenario, design, n_tasks, seed, *others):
+        def __call__(self, scenario, design, n_tasks, seed, *others, **options):
             if seed[1] == self.fails_at:
                 raise RuntimeError("no more")
             self.calls.append(seed[1])
-            return qdq.simulate(scenario, design, n_tasks, seed, *others)
+            return stream(scenario, design, n_tasks, seed, *others, **options)
 
         def take(self):
             taken, self.calls = sorted(set(self.calls)), []
             return taken
 
+    stream = module.stream
     counting = Counting()
-    monkeypatch.setattr(module, "simulate", counting)
+    monkeypatch.setattr(module, "stream", counting)
     return counting
 
 
@@ -501,12 +502,12 @@ import sys, time
 from qdq import study
 from small import SMALL
 
-simulate = study.simulate
-def stalling(scenario, design, n_tasks, seed, *others):
+stream = study.stream
+def stalling(scenario, design, n_tasks, seed, *others, **options):
     if seed[1] >= 24:
         time.sleep(300.0)
-    return simulate(scenario, design, n_tasks, seed, *others)
-study.simulate = stalling
+    return stream(scenario, design, n_tasks, seed, *others, **options)
+study.stream = stalling
 study.run_study(n_replications=40, store=sys.argv[1], n_jobs=2, **SMALL)
 """
 
