@@ -183,18 +183,19 @@ def uniform(high, low):
 def log(x):
     """Return the natural logarithm of a positive normal number.
 
-    x = 2^e m with m in [sqrt(1/2), sqrt(2)) and log m = 2 artanh(s), s = (m - 1) / (m + 1), by its
-    power series; s^2 is below 0.0295, so the term after the last kept is below 1e-18 of the sum.
+    x = 2^e (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)). With s = f / (2 + f), log(1 + f) is
+    2 artanh(s), by its power series; s^2 is below 0.0295, so the term after the last kept is below
+    1e-18 of the sum. Its first term, 2 s, is taken as f - f s, since f is exact.
     """
     shifted = np.float64(x).view(np.uint64) + (ONE_BITS - SQRT_HALF_BITS)
     e = np.uint64((shifted >> BITS52) | TWO52_BITS).view(np.float64) - (TWO52 + 1023.0)
-    m = np.uint64((shifted & MANTISSA) + SQRT_HALF_BITS).view(np.float64)
-    s = (m - 1.0) / (m + 1.0)
+    f = np.uint64((shifted & MANTISSA) + SQRT_HALF_BITS).view(np.float64) - 1.0
+    s = f / (2.0 + f)
     z = s * s
-    series = 1 / 17 + z * (1 / 19 + z * (1 / 21 + z / 23))
-    series = 1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15 + z * series)))
-    series = z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * series)))
-    return e * LN2_HIGH + ((2.0 * s + 2.0 * s * series) + e * LN2_LOW)
+    series = 2 / 17 + z * (2 / 19 + z * (2 / 21 + z * (2 / 23)))
+    series = 2 / 9 + z * (2 / 11 + z * (2 / 13 + z * (2 / 15 + z * series)))
+    series = z * (2 / 3 + z * (2 / 5 + z * (2 / 7 + z * series)))
+    return e * LN2_HIGH + (f - (s * (f - series) - e * LN2_LOW))
 
 
 @jit
@@ -224,8 +225,8 @@ def sin_turns(x):
     series = 1.0 - z * (1 / 342 - z * (1 / 143640))
     series = 1.0 - z * (1 / 156 - z * (1 / 32760 - z * (1 / 8910720) * series))
     series = 1.0 - z * (1 / 42 - z * (1 / 3024 - z * (1 / 332640) * series))
-    series = 1.0 - z * (1 / 6 - z * (1 / 120) * series)
-    return y * series
+    series = z * (1 / 6 - z * (1 / 120) * series)
+    return y - y * series
 
 
 # --------------------------------------------------------------------------------------------------
@@ -239,8 +240,9 @@ def periodic_times(amplitude, period, time):
     """Replace times by those at which a periodic rate has brought what its mean rate does by them.
 
     In cycles, tau + amplitude / (2 pi) (1 - cos(2 pi tau)) = time / period, whole cycles apart: by
-    Newton steps, halving the bracket instead wherever a step would leave it (the rate may touch
-    zero). All times take their steps together, and each stops when its own steps are small.
+    Halley's steps, halving the bracket instead wherever a step would leave it (the rate may touch
+    zero). All times take their steps together, and each stops at a step so small that the error it
+    leaves, of its third power, is less than rounding.
     """
     n = time.size
     whole = np.empty(n)
@@ -256,15 +258,21 @@ def periodic_times(amplitude, period, time):
         moving = 0
         for j in range(n):
             tau = time[j]
-            error = tau + amplitude / TWO_PI * (1.0 - sin_turns(tau + 0.25)) - target[j]
-            low[j] = low[j] if error > 0.0 else tau
-            high[j] = tau if error > 0.0 else high[j]
-            step = tau - error / (1.0 + amplitude * sin_turns(tau))
-            inside = (low[j] <= step) & (step <= high[j])
-            step = step if inside else 0.5 * (low[j] + high[j])
-            moves = abs(step - tau) > 1e-15
-            time[j] = step if moves else tau
-            moving += moves
+            cosine = sin_turns(tau + 0.25)
+            slope = 1.0 + amplitude * sin_turns(tau)
+            error = tau + amplitude / TWO_PI * (1.0 - cosine) - target[j]
+            below = tau if error <= 0.0 else low[j]
+            above = tau if error > 0.0 else high[j]
+            bend = TWO_PI * amplitude * cosine
+            step = tau - error * slope / (slope * slope - 0.5 * error * bend)
+            inside = (below <= step) & (step <= above)
+            step = step if inside else 0.5 * (below + above)
+            settled = abs(step - tau) <= 1e-15 + 1e-7 * slope * slope
+            # A bracket of no width keeps the time where it is in the passes that others need.
+            low[j] = step if settled else below
+            high[j] = step if settled else above
+            time[j] = step
+            moving += not settled
         if moving == 0:
             break
     for j in range(n):
@@ -581,6 +589,73 @@ class Record(NamedTuple):
     queue_lengths: NDArray[np.int32]  # (n, N)
 
 
+@jit
+def see_servers(
+    t,
+    delay,
+    counts_own,
+    lines,
+    overflow_count,
+    overflow_head,
+    pool,
+    pool_next,
+    unseen,
+    unseen_work,
+    seen_departure,
+    lengths,
+    work,
+):
+    """Fill in, for every server, the tasks and the work that the dispatcher sees there at t."""
+    bits = lines.view(np.uint64)
+    seen_at = t - delay
+    time = np.float64(seen_at).view(np.uint64)
+    for s in range(np.uint64(lengths.size)):
+        q = np.int64(0)
+        for i in range(8):
+            q += bits[s, np.uint64(i)] > time
+        lengths[s] = q
+        work[s] = max(lines[s, np.uint64(0)] - t, 0.0)
+        if q == 8:
+            left = overflow_count[s]
+            entry = overflow_head[s]
+            while left > 0 and pool[entry] <= seen_at:
+                entry = pool_next[entry]
+                left -= 1
+            lengths[s] += left
+    if delay > 0.0:
+        for s in range(lengths.size):
+            work[s] = max(seen_departure[s] - seen_at, 0.0)
+            if counts_own:
+                work[s] += unseen_work[s]
+            else:
+                lengths[s] -= unseen[s]
+
+
+@jit
+def least_of_all(policy, lengths, work, members, u, score):
+    """Return the server of least length, idleness or work; among m tied, the floor(u m)-th."""
+    for c in range(members.size):
+        s = members[c]
+        if policy == LEAST_WORK_LEFT:
+            score[c] = work[s]
+        elif policy == JOIN_IDLE_QUEUE:
+            score[c] = float(min(lengths[s], 1))
+        else:
+            score[c] = float(lengths[s])
+    least = np.inf
+    for c in range(members.size):
+        least = min(least, score[c])
+    tied = 0
+    for c in range(members.size):
+        tied += score[c] == least
+    n = int(u * tied)
+    for c in range(members.size):
+        n -= score[c] == least
+        if n < 0:
+            return members[c]
+    return members[0]
+
+
 @njit(inline="always", error_model="numpy")
 def tasks_after(s, time, bits, overflow_count, overflow_head, pool, pool_next):
     """Count the departures from server s after `time`."""
@@ -622,8 +697,9 @@ def dispatch_power_of_d(
 ):
     """Dispatch tasks j, j + 1, ... of a block by power-of-d; return the first not dispatched.
 
-    That is the end of the block, or a task for which a line of 8 departures may not be enough.
-    With `hides`, the dispatches that are not seen yet are taken off what is counted.
+    That is the end of the block, or a task for which lines of 8 departures are not enough: all its
+    candidates have 8 tasks or more. With `hides`, where the dispatches that are not seen yet are
+    taken off what is counted, it may be that one has.
     """
     departures = lines.reshape(-1)
     bits = departures.view(np.uint64)
@@ -673,7 +749,7 @@ def dispatch_power_of_d(
                 least = min(least, (q << QUEUE_BITS) + candidate)
         chosen = least & SERVER
         line = chosen << np.uint64(3)
-        if counts >= np.uint64(8) or bits[line + np.uint64(7)] > time:
+        if bits[line + np.uint64(7)] > time or (hides and counts >= np.uint64(8)):
             reached = k
             break
 
@@ -830,6 +906,9 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
             draw_ties(system.key, first, w0, w1, w2, w3, tie[:m])
 
         i = first - start
+        D = out_departure[i : i + m]
+        S = out_server[i : i + m]
+        T = out_service[i : i + m]
         j = np.int64(0)  # not a literal, for which the loop would be compiled once more
         while True:
             if only_power_of_d:
@@ -851,9 +930,9 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                     ring_time,
                     ring_server,
                     unseen,
-                    out_departure[i : i + m],
-                    out_server[i : i + m],
-                    out_service[i : i + m],
+                    D,
+                    S,
+                    T,
                 )
             if j == m:
                 break
@@ -880,18 +959,23 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                 or (scans1 if z == 1 else scans0)
                 or (both_choices and (scans0 or scans1))
             ):
-                for s in range(n_servers):
-                    q = tasks_after(
-                        s, seen_at, bits, overflow_count, overflow_head, pool, pool_next
-                    )
-                    lengths[s] = q - unseen[s] if hides else q
-                    if delay > 0.0:
-                        work[s] = max(seen_departure[s] - seen_at, 0.0)
-                        if counts_own:
-                            work[s] += unseen_work[s]
-                    else:
-                        work[s] = max(lines[s, 0] - t, 0.0)
-                    if keeps_lengths:
+                see_servers(
+                    t,
+                    delay,
+                    counts_own,
+                    lines,
+                    overflow_count,
+                    overflow_head,
+                    pool,
+                    pool_next,
+                    unseen,
+                    unseen_work,
+                    seen_departure,
+                    lengths,
+                    work,
+                )
+                if keeps_lengths:
+                    for s in range(n_servers):
                         out_lengths[i + j, s] = lengths[s]
 
             for k in range(2 if both_choices else 1):
@@ -932,28 +1016,9 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                     if not allowed:
                         status = BAD_CHOICE
                         choice = 0
-                else:  # the least of all servers; among the tied, the nth, n uniform
-                    tied = 0
-                    for c in range(n_members[arm]):
-                        s = members[arm, c]
-                        if policy == LEAST_WORK_LEFT:
-                            value = work[s]
-                        elif policy == JOIN_IDLE_QUEUE:
-                            value = float(min(lengths[s], 1))
-                        else:
-                            value = float(lengths[s])
-                        score[c] = value
-                        if value < lowest:
-                            lowest = value
-                            tied = 1
-                        elif value == lowest:
-                            tied += 1
-                    n = int(tie[j] * tied)
-                    for c in range(n_members[arm]):
-                        if score[c] == lowest:
-                            if n == 0:
-                                choice = members[arm, c]
-                            n -= 1
+                else:
+                    mine = members[arm, : n_members[arm]]
+                    choice = least_of_all(policy, lengths, work, mine, tie[j], score)
                 if both_choices:
                     out_choice[i + j, arm] = choice
                 if arm == z:

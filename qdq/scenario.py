@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from qdq import validation
 from qdq.policies import Policy, PowerOfD, policy_from_dict
 
+# A kernel keeps a server's number in 24 bits.
+MOST_SERVERS = 1 << 24
+
 
 class _Part:
     """Arrivals and service laws: written to and read from dictionaries alike."""
@@ -323,7 +326,7 @@ class Scenario:
     Parameters
     ----------
     n_servers : int, default 20
-        Number of servers, >= 1.
+        Number of servers, from 1 to 2^24.
     arrivals : Poisson, Periodic or ArrivalTrace, default Poisson(0.8)
         Arrival process; rates are per server.
     service : Exponential, Deterministic, Pareto, LogNormal or ServiceTrace, default Exponential()
@@ -366,7 +369,13 @@ class Scenario:
 
         put(
             "n_servers",
-            validation.integer("n_servers", self.n_servers, "an integer >= 1", at_least=1),
+            validation.integer(
+                "n_servers",
+                self.n_servers,
+                f"an integer from 1 to {MOST_SERVERS}",
+                at_least=1,
+                at_most=MOST_SERVERS,
+            ),
         )
         for name, kinds in (("arrivals", Arrivals), ("service", Service)):
             if not isinstance(getattr(self, name), kinds):

@@ -96,9 +96,10 @@ MALFORMED = [
     (
         lambda: qdq.Scenario(n_servers=0),
         ValueError,
-        r"n_servers=0 is not allowed: n_servers must be an integer >= 1",
+        r"n_servers=0 is not allowed: n_servers must be an integer from 1 to 16777216",
     ),
     (lambda: qdq.Scenario(n_servers=2.5), ValueError, r"n_servers=2.5"),
+    (lambda: qdq.Scenario(n_servers=2**24 + 1), ValueError, r"n_servers=16777217"),
     (
         lambda: qdq.Scenario(arrivals=0.8),
         TypeError,

@@ -1,5 +1,6 @@
 """Experiments fed in chunks: the sums are those of the whole log, whatever the chunks."""
 
+import subprocess
 import sys
 
 import numpy as np
@@ -115,3 +116,25 @@ def test_replicate_refuses_what_it_cannot_do():
         qdq.replicate(trace, qdq.Bernoulli(0.5), 100, 1, 0.0, horizon=5)
     with pytest.raises(ValueError, match="warm_up"):
         qdq.replicate(trace, qdq.Bernoulli(0.5), 50, 1, 1.0, horizon=5)
+
+
+PEAK = """
+import resource, qdq
+
+def peak(n_tasks, design):
+    qdq.replicate(qdq.Scenario(), design, n_tasks, 1, 0.0, horizon=[100, 480])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+for design in (qdq.Bernoulli(), qdq.Switchback(1.0), qdq.ServerSplit()):
+    print(peak(10**6, design), peak(10**7, design))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
+def test_memory_does_not_grow_with_the_number_of_tasks():
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=300
+    )
+    for line in run.stdout.splitlines():
+        small, large = map(int, line.split())
+        assert large - small < 10_000  # a log of the larger run would take 210,000
