@@ -1,11 +1,12 @@
 # Every target sets up what it needs in .venv: Python 3.11 or newer and make are enough.
 .DEFAULT_GOAL := help
-.PHONY: help book test long lint lock clean
+.PHONY: help book test long lint bench lock clean
 unexport PYTHONPATH
 
 PYTHON ?= python3# the interpreter that .venv is made with
 SET ?= standard# the book's parameter set: smoke (seconds a page), standard, paper (hours)
 BOOK ?=# more options for book/build.py, such as --set homogeneous.loads=[0.9]
+BENCH ?=# options for book/bench.py, such as --quick
 
 venv := .venv/bin/python
 ready := .venv/ready
@@ -26,6 +27,9 @@ lint: $(ready) ## Check style, formatting and types
 	$(venv) -m ruff check .
 	$(venv) -m ruff format --check .
 	$(venv) -m mypy
+
+bench: $(ready) ## Measure speed and memory, for the book's page on them (12 minutes)
+	$(venv) book/bench.py $(BENCH)
 
 lock: ## Pin anew every dependency in requirements.lock (needs uv)
 	uv pip compile pyproject.toml --all-extras --universal --only-binary :all: --upgrade \

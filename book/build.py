@@ -247,7 +247,7 @@ def run_page(stage: Path, path: Path, values: dict[str, Any], result: Path) -> s
 def stage_book(root: Path, stage: Path) -> None:
     """Copy the book's sources, with a configuration that runs no notebook."""
     shutil.rmtree(stage, ignore_errors=True)
-    leave = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "build.py")
+    leave = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "bench.py", "build.py")
     shutil.copytree(root / "book", stage / "book", ignore=leave)
     for name in ("_toc.yml", "CHANGELOG.md", "CITATION.cff", "LICENSE"):
         if (root / name).exists():

@@ -586,14 +586,15 @@ def _chunks(log: TaskLog, call: Call) -> Iterator[Chunk]:
         period, kept = _kept_of_periods(log, call.washout)
     for begin in range(0, log.n_tasks, CHUNK):
         rows = slice(begin, begin + CHUNK)
+        # Copied: the log's arrays are read-only, and kernels would be compiled once more for them.
         yield Chunk(
             base=0.0,
-            arrival=log.arrival[rows],
-            departure=log.departure[rows],
-            treated=log.treated[rows],
+            arrival=log.arrival[rows].copy(),
+            departure=log.departure[rows].copy(),
+            treated=log.treated[rows].copy(),
             start=None if start is None else start[rows],
             in_system=None if log.in_system is None else log.in_system[rows],
-            period=None if period is None else period[rows],
+            period=None if period is None else period[rows].copy(),
             kept=None if kept is None else kept[rows],
         )
 

@@ -476,6 +476,13 @@ def simulate(
         If an argument is out of its range, a trace is shorter than n_tasks, or a group of a server
         split is unstable.
 
+    Notes
+    -----
+    Inside, times are kept from a base that moves on about every 2^18 arrivals, so that choices and
+    response times do not lose precision however long the run is. The log's columns count from time
+    0: at a time of 1e9 they, and the response times taken from them, are rounded to 1e-7.
+    `replicate` estimates without that rounding, and without keeping a log.
+
     Examples
     --------
     >>> import qdq

@@ -560,8 +560,9 @@ def run_study(
     seed : int
         Seed of the study, >= 0; replication j has the seed ``(seed, j)`` in every design.
     n_jobs : int or None, default 2
-        Number of threads, -1 for one a core, None for what `joblib.parallel_config` says. (A
-        backend set there is used in any case.) Results do not depend on it.
+        Number of threads, -1 for one a core, None for what `joblib.parallel_config` says. A
+        backend set there is used in any case; a Dask cluster runs replications on all its cores,
+        and n_jobs threads here find the truth. Results do not depend on it.
     store : path, optional
         Folder, made if need be, that keeps finished replications: the same study then goes on from
         there, after a kill too, or with more replications. Meant for one run at a time. It ends up
@@ -633,7 +634,8 @@ def run_study(
     if truth is None:
         truth = None if kept is None else kept.truth(scenario)
     if truth is None:
-        threads = joblib.effective_n_jobs(n_jobs)
+        with joblib.parallel_config("threading"):  # whose cores are ours, unlike a cluster's
+            threads = joblib.effective_n_jobs(n_jobs)
         truth = true_effect(scenario, seed=plan.seed, n_jobs=threads, progress=progress)
         if kept is not None:
             kept.save_truth(truth)
@@ -733,18 +735,65 @@ def _run(
     hidden = None if progress is None else not progress  # None: unless on a terminal
     done = n_replications - len(todo)
     bar = tqdm(desc="study", unit="replication", total=n_replications, initial=done, disable=hidden)
-    # Results come in order, whatever the threads do.
-    parallel = joblib.Parallel(n_jobs, prefer="threads", return_as="generator")
     with bar, warnings.catch_warnings():
         # Said once, by `_check_periods`, and not in each replication.
         warnings.filterwarnings("ignore", ".*standard error of switchback is rough", UserWarning)
-        results = parallel(joblib.delayed(plan.replicate)(j) for _, j in todo)
+        results = _results(plan, [j for _, j in todo], n_jobs)
         for (first, j), rows in zip(todo, results, strict=True):
             chunks[first].append(rows)
             bar.update()
             if kept is not None and j + 1 in (first + _CHUNK, n_replications):
                 kept.save_chunk(first, chunks[first])
     return [rows for chunk in chunks.values() for rows in chunk][:n_replications]
+
+
+def _results(plan: _Plan, todo: Sequence[int], n_jobs: int | None) -> Iterator[list[_Row]]:
+    """Run replications in threads, or where the user has told joblib to; keep their order."""
+    backend, _ = joblib.parallel.get_active_backend(prefer="threads")
+    if hasattr(backend, "client"):  # joblib's Dask backend
+        return _results_of_cluster(plan, todo, backend)
+    parallel = joblib.Parallel(n_jobs, prefer="threads", return_as="generator")
+    results: Iterator[list[_Row]] = parallel(joblib.delayed(plan.replicate)(j) for j in todo)
+    return results
+
+
+def _results_of_cluster(plan: _Plan, todo: Sequence[int], backend: Any) -> Iterator[list[_Row]]:
+    """Do so on the cluster of joblib's Dask backend.
+
+    The backend's client is asked for it: `joblib.Parallel` would send the plan with every task,
+    and wait for ever for a task that Dask has given up.
+    """
+    client = backend.client
+    options = {"pure": False} | backend.submit_kwargs
+    # Fails on a worker without qdq, where Dask would try for ever to load the tasks.
+    client.run(source_hash, workers=options.get("workers"))
+    with warnings.catch_warnings():
+        # A long trace is large, but is sent once. Tasks carry the name of this future; it is no
+        # scattered data, which would be lost with the workers that have them.
+        warnings.filterwarnings("ignore", "Sending large graph", UserWarning)
+        sent = client.submit(_same, plan, **options)
+    futures = client.map(_replicate, todo, plan=sent, source=source_hash(), **options)
+    try:
+        # A study that is itself a task of the cluster leaves its worker to others meanwhile.
+        with backend.retrieval_context():
+            for future in futures:
+                yield future.result()
+    finally:
+        client.cancel(futures)
+
+
+def _same(plan: _Plan) -> _Plan:
+    return plan
+
+
+def _replicate(j: int, plan: _Plan, source: str) -> list[_Row]:
+    """Run replication j on a worker, whose qdq may be another one."""
+    if source != source_hash():
+        raise RuntimeError(
+            f"a worker has another source of qdq ({source_hash()}) than this study ({source}): "
+            "install the same on all, since results of different sources must not be mixed"
+        )
+    return plan.replicate(j)
 
 
 def _settings(plan: _Plan) -> dict[str, Any]:
