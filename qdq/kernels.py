@@ -993,7 +993,7 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
                             q -= unseen[s]
                         value = float(q)
                         if policy == SHORTEST_EXPECTED_DELAY:
-                            value = (q + 1) * slowness[s]
+                            value = (q + 1) / rates[s]  # divided, so that equals stay equal
                         if value < lowest:
                             lowest = value
                             choice = s
