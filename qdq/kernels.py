@@ -485,7 +485,8 @@ def mark_candidates(depth, d0, d1, treated, candidates):
 
     Rows beyond `depth` stand for nobody.
     """
-    # Arrays wider than the block, so that the compiler knows their rows to be contiguous.
+    # The whole array, though the block may be shorter: of a part of it the compiler would not know
+    # that rows are contiguous.
     for c in range(candidates.shape[0]):
         place = np.uint64(c) << PLACE_BITS
         mark0 = place | (NOT_LOOKED_AT if c >= d0 else np.uint64(0))
@@ -609,6 +610,7 @@ def see_servers(
     bits = lines.view(np.uint64)
     seen_at = t - delay
     time = np.float64(seen_at).view(np.uint64)
+    # As `tasks_after`, written out, since it takes half the time so.
     for s in range(np.uint64(lengths.size)):
         q = np.int64(0)
         for i in range(8):
