@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -153,6 +154,152 @@ def with_error(value: float, error: float) -> str:
         return ""
     decimals = min(max(1 - math.floor(math.log10(error)), 0), 6) if error > 0.0 else 4
     return f"{value:.{decimals}f} ({error:.{decimals}f})"
+
+
+def shown(name: str, value: Any) -> str:
+    """Write the value of a coordinate in a table or a title: numbers in short, text as it is."""
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _shown_columns(frame: pd.DataFrame, coordinates: Sequence[str]) -> dict[str, list[str]]:
+    return {
+        name.replace("_", " "): [shown(name, value) for value in frame[name]]
+        for name in coordinates
+    }
+
+
+def estimands(quantities: pd.DataFrame, coordinates: Sequence[str]) -> Table:
+    """Return the table of the three estimands, and of both readings of the global effect.
+
+    Parameters
+    ----------
+    quantities : DataFrame
+        As in `qdq.grid.Grid`.
+    coordinates : sequence of str
+        Columns that set the cells apart.
+
+    Returns
+    -------
+    Table
+        A row a cell: ``direct effect, slope, GTE, GTE_w, GTE_q``, with standard errors.
+    """
+    import pandas as pd
+
+    names = {"direct": "direct effect", "slope": "slope", "gte": "GTE"}
+    names |= {"gte_w": "GTE_w", "gte_q": "GTE_q"}
+    rows = []
+    for cell, part in quantities.groupby(list(coordinates), sort=False):
+        found = part.drop_duplicates("quantity").set_index("quantity")[["value", "error"]]
+        row = {
+            name.replace("_", " "): shown(name, value)
+            for name, value in zip(coordinates, cell, strict=True)
+        }
+        for quantity, title in names.items():
+            row[title] = with_error(*found.loc[quantity])
+        rows.append(row)
+    return table(pd.DataFrame(rows))
+
+
+def relative_rmse(results: pd.DataFrame, coordinates: Sequence[str]) -> Table:
+    """Return the table of root mean squared errors over the absolute effect.
+
+    Parameters
+    ----------
+    results : DataFrame
+        One row a cell and method, as `qdq.grid.Grid.main` returns.
+    coordinates : sequence of str
+        As for `estimands`.
+
+    Returns
+    -------
+    Table
+        A row a cell, a column a method.
+    """
+    import pandas as pd
+
+    methods = _ordered(list(results["method"]))
+    rows = []
+    for _, part in results.groupby(list(coordinates), sort=False):
+        row = {name: values[0] for name, values in _shown_columns(part, coordinates).items()}
+        errors = part.set_index("method")["relative_rmse"]
+        rows.append(row | {METHODS[method].label: errors.get(method) for method in methods})
+    return table(pd.DataFrame(rows))
+
+
+def errors(results: pd.DataFrame, coordinates: Sequence[str], unfold: str) -> Blocks:
+    """Return tables of bias, SD, RMSE and coverage with standard errors, to unfold one by one.
+
+    Parameters
+    ----------
+    results, coordinates
+        As for `relative_rmse`.
+    unfold : str
+        The coordinate that has a table for each of its values.
+
+    Returns
+    -------
+    Blocks
+    """
+    import pandas as pd
+
+    numbers = {"bias": "bias", "SD": "sd", "RMSE": "rmse", "coverage": "coverage"}
+    inside = [name for name in coordinates if name != unfold]
+    blocks = {}
+    for value, part in results.groupby(unfold, sort=False):
+        place = part["method"].map(list(METHODS).index)
+        cell = part.groupby(inside, sort=False).ngroup() if inside else 0
+        part = part.assign(place=place, cell=cell).sort_values(["cell", "place"])
+        columns: dict[str, Any] = _shown_columns(part, inside)
+        columns["method"] = [METHODS[method].label for method in part["method"]]
+        for title, name in numbers.items():
+            pairs = zip(part[name], part[f"{name}_error"], strict=True)
+            columns[title] = [with_error(*pair) for pair in pairs]
+        title = shown(unfold, value)
+        if isinstance(value, (int, float)):
+            title = f"{unfold.replace('_', ' ')} {title}"
+        blocks[title] = table(pd.DataFrame(columns))
+    return Blocks(blocks)
+
+
+class Blocks:
+    """Tables under headings that a click unfolds. Made by `errors`."""
+
+    def __init__(self, tables: Mapping[str, Table]) -> None:
+        self._tables = dict(tables)
+
+    def __repr__(self) -> str:
+        return "\n\n".join(f"{title}\n{part!r}" for title, part in self._tables.items())
+
+    def _repr_html_(self) -> str:
+        return "\n".join(
+            f"<details><summary>{escape(title)}</summary>{part._repr_html_()}</details>"
+            for title, part in self._tables.items()
+        )
+
+
+def spread(replications: pd.DataFrame, truth: float) -> Figure:
+    """Draw the spread of each method's estimates: DQ above, the others below on their own scale.
+
+    Parameters
+    ----------
+    replications : DataFrame
+        Of one cell and one variant, with the columns ``method, value``.
+    truth : float
+        The true effect.
+
+    Returns
+    -------
+    matplotlib Figure
+    """
+    drawn = {
+        str(method): part["value"].dropna().to_numpy(np.float64)
+        for method, part in replications.groupby("method", sort=False)
+    }
+    figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 4.6))
+    for axes, wanted in zip(panels, (True, False), strict=True):
+        chosen = {m: v for m, v in drawn.items() if m.startswith("dq_") == wanted}
+        violins(chosen, truth, axes=axes)
+    return figure
 
 
 def _ordered(methods: Sequence[str]) -> list[str]:

@@ -1,0 +1,403 @@
+"""Verdicts on the paper's claims, from the quantities that the book's pages publish.
+
+``claims.yml`` fixes for each claim the statistic, the cells, the threshold and the rule for many
+comparisons. What a verdict says is made here of that file and of the quantities: nothing is typed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+# What is no coordinate of a cell: the quantity itself, and its size.
+_NOT_COORDINATES = {"quantity", "method", "against", "value", "error"}
+_NOT_COORDINATES |= {"n_tasks", "gte", "gte_error", "control"}
+
+REPRODUCED = "reproduced"
+SOMETIMES = "reproduced when …"
+NOT_REPRODUCED = "not reproduced"
+NOT_SETTLED = "not settled at this number of tasks"
+NOT_TESTED = "not tested here"
+
+_WORDS = {
+    "group_means": "group means",
+    "inverse_propensity": "inverse propensity",
+    "in_system": "tasks in system",
+    "including_self": "tasks in system including itself",
+    "time_average": "time average",
+    "arrival_rate": "arrival rate",
+    "normalise": "normalisation",
+}
+_QUANTITIES = {
+    "share_found": "the share of the effect that {method} finds",
+    "bias_cut": "the cut of absolute bias by {method} against {against}, over the effect,",
+    "sd_ratio": "the SD of {method} over that of {against}",
+    "rmse_ratio": "the RMSE of {method} over that of {against}",
+    "gap": "the gap between both readings over the effect",
+    "correlation": "the correlation of the two sums",
+    "log_rmse_loss": "the log of the RMSE of {method} at the default horizon over the lowest",
+}
+_METHODS = {
+    "naive": "naive",
+    "server_split": "server split",
+    "dq_queue": "qDQ",
+    "dq_response": "wDQ",
+    "dq_mixed": "mixed DQ",
+    "switchback": "switchback",
+    "fixed_alpha": "the best fixed weight",
+}
+
+
+def find(name: str = "claims.yml") -> Path:
+    """Return the path of a file of the book, from wherever a page of it runs.
+
+    Parameters
+    ----------
+    name : str, default "claims.yml"
+        Path inside the book's folder.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    FileNotFoundError
+        If neither the working folder, nor one above it, nor a folder ``book`` in one of these, nor
+        the checkout of this package holds it.
+    """
+    here = Path.cwd()
+    for folder in (here, *here.parents, Path(__file__).parents[1]):
+        for place in (folder / name, folder / "book" / name):
+            if place.is_file():
+                return place
+    raise FileNotFoundError(f"{name} is not in this folder, nor in a folder book above it")
+
+
+def read(path: str | Path | None = None) -> dict[str, Any]:
+    """Return the content of claims.yml, by default the one that `find` finds."""
+    import yaml
+
+    content: dict[str, Any] = yaml.safe_load(Path(path or find()).read_text("utf-8"))
+    return content
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the quantities say of one claim."""
+
+    claim: str
+    """Such as ``"C1"``."""
+    says: str
+    """The claim, in our words."""
+    reading: str
+    """How it is read here."""
+    status: str
+    """``REPRODUCED``, ``SOMETIMES``, ``NOT_REPRODUCED``, ``NOT_SETTLED``, ``NOT_TESTED``, or what
+    claims.yml gives."""
+    cells: pd.DataFrame
+    """A row a cell that counts: its page, coordinates and variant, and ``outcome``, "holds",
+    "fails" or "open"."""
+    left_out: int
+    """Cells whose effect is too small for the claim."""
+    parts: pd.DataFrame
+    """A row a part and cell: ``part`` (its place), ``quantity, method, against, value, error,
+    low, high`` (bounds, infinite where there is none), ``outcome``, and the cell's columns."""
+    critical: float
+    """How many standard errors from a bound settle a part."""
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many cells hold, fail and are open."""
+        return Counter(self.cells["outcome"]) if len(self.cells) else Counter()
+
+    @property
+    def n_tasks(self) -> list[int]:
+        """Numbers of tasks that the verdict rests on."""
+        return sorted({int(n) for n in self.parts["n_tasks"]}) if len(self.parts) else []
+
+    @property
+    def pages(self) -> list[str]:
+        """Pages that the verdict rests on."""
+        return list(dict.fromkeys(self.parts["page"])) if len(self.parts) else []
+
+    def counted(self) -> str:
+        """Say in how many cells it holds, fails and is open."""
+        counts = self.counts
+        total = sum(counts.values())
+        if not total:
+            return "No cell counts."
+        text = f"It holds in {counts['holds']} of {total} cells and fails in {counts['fails']}"
+        if counts["open"]:
+            text += f"; {counts['open']} can't be told"
+        if self.left_out:
+            text += f"; {self.left_out} more have no clear effect and are left out"
+        return text + "."
+
+    def conditions(self) -> list[str]:
+        """Say where it holds: conditions under which some cell holds and none fails."""
+        found = []
+        for page, part in self.cells.groupby("page", sort=False):
+            if (part["outcome"] == "holds").any():
+                found.append(_condition(str(page), part.drop(columns="page")))
+        return found
+
+    def figures(self) -> Iterator[str]:
+        """Say the range of each part's quantity over the cells."""
+        for _, part in self.parts.groupby("part", sort=False):
+            first = part.iloc[0]
+            name = _QUANTITIES.get(first["quantity"], first["quantity"]).format(
+                method=_METHODS.get(first["method"], first["method"]),
+                against=_METHODS.get(first["against"], first["against"]),
+            )
+            yield f"{name} is {ranged(part['value'], part['error'])}"
+
+
+def ranged(values: pd.Series, errors: pd.Series) -> str:
+    """Say the median and the range of some numbers, each with its standard error."""
+    order = values.astype(float).to_numpy().argsort()
+    value, error = (x.astype(float).to_numpy()[order] for x in (values, errors))
+    if len(value) == 1:
+        return _with_error(value[0], error[0])
+    middle = (len(value) - 1) // 2
+    low, centre, high = (_with_error(value[i], error[i]) for i in (0, middle, len(value) - 1))
+    return f"{low} to {high}, median {centre}"
+
+
+def _with_error(value: float, error: float) -> str:
+    if not error > 0.0:
+        return f"{value:.3g}"
+    decimals = min(max(1 - math.floor(math.log10(error)), 0), 4)
+    return f"{value:.{decimals}f} ({error:.{decimals}f})"
+
+
+def verdict(
+    claim: str, quantities: Mapping[str, pd.DataFrame], rules: Mapping[str, Any] | None = None
+) -> Verdict:
+    """Weigh a claim.
+
+    Parameters
+    ----------
+    claim : str
+        Such as ``"C1"``.
+    quantities : mapping of str to DataFrame
+        By page, as `qdq.grid.Grid.quantities`; pages that are not there are not weighed.
+    rules : mapping, optional
+        As `read` returns.
+
+    Returns
+    -------
+    Verdict
+
+    Raises
+    ------
+    ValueError
+        If the rules hold no such claim.
+    """
+    rules = read() if rules is None else rules
+    if claim not in rules["claims"]:
+        raise ValueError(f"claim={claim!r} is not one of {', '.join(rules['claims'])}")
+    rule = rules["claims"][claim]
+    says, reading = rule["says"], rule.get("reading", "")
+    there = [page for page in rule.get("pages", ()) if page in quantities]
+    frames = [quantities[page].assign(page=page) for page in there]
+    if "status" in rule or not frames:
+        nothing = pd.DataFrame()
+        return Verdict(
+            claim, says, reading, rule.get("status", NOT_TESTED), nothing, 0, nothing, math.nan
+        )
+    rows = pd.concat([frame.astype(object) for frame in frames], ignore_index=True)
+    if not rule.get("variants", False):
+        rows = _main_variant(rows, rules["main"])
+    rows = rows[_inside(rows, rule.get("where", {}))]
+    chosen = []
+    for place, part in enumerate(rule["parts"]):
+        wanted = rows[rows["quantity"] == part["quantity"]]
+        for name in ("method", "against"):
+            if name in part:
+                wanted = wanted[wanted[name] == part[name]]
+        wanted = wanted[_inside(wanted, part.get("where", {}))]
+        low, high = (
+            b if x is None else float(x)
+            for x, b in zip(part["between"], (-math.inf, math.inf), strict=True)
+        )
+        chosen.append(wanted.assign(part=place, low=low, high=high))
+    parts = pd.concat(chosen, ignore_index=True)
+    parts = parts[parts["value"].notna()].reset_index(drop=True)
+    left_out = 0
+    keys = ["page", *(name for name in map(str, rows) if name not in {*_NOT_COORDINATES, "page"})]
+    if rule.get("clear_effect", False):
+        size = parts["gte"].astype(float).abs()
+        clear = size >= rules["clear_effect"]["smallest"] * parts["control"].astype(float)
+        clear &= size >= rules["clear_effect"]["errors"] * parts["gte_error"].astype(float)
+        left_out = len(parts.loc[~clear, keys].drop_duplicates())
+        parts = parts[clear].reset_index(drop=True)
+    if parts.empty:
+        return Verdict(claim, says, reading, NOT_TESTED, parts, left_out, parts, math.nan)
+
+    critical = _critical(rules["significance"] / len(parts))
+    columns = (parts[name].astype(float) for name in ("value", "error", "low", "high"))
+    parts["outcome"] = [_outcome(*row, critical) for row in zip(*columns, strict=True)]
+    cells = _cells(parts, keys)
+    counts = Counter(cells["outcome"])
+    told = counts["holds"] + counts["fails"]
+    if told < rules["decided"] * len(cells):
+        status = NOT_SETTLED
+    elif counts["holds"] >= rules["most"] * told:
+        status = REPRODUCED
+    elif counts["holds"] <= rules["few"] * told:
+        status = NOT_REPRODUCED
+    else:
+        status = SOMETIMES
+    return Verdict(claim, says, reading, status, cells, left_out, parts, critical)
+
+
+def said(page: str, quantities: pd.DataFrame, rules: Mapping[str, Any] | None = None) -> str:
+    """Say what a page's own quantities say of each claim that it bears on.
+
+    Parameters
+    ----------
+    page : str
+        Name of the page.
+    quantities : DataFrame
+        As `qdq.grid.Grid.quantities`.
+    rules : mapping, optional
+        As `read` returns.
+
+    Returns
+    -------
+    str
+        A list in Markdown.
+    """
+    rules = read() if rules is None else rules
+    lines = []
+    for claim, rule in rules["claims"].items():
+        if page in rule.get("pages", ()):
+            found = verdict(claim, {page: quantities}, rules)
+            parts = "; ".join(found.figures())
+            line = f"- **{claim}.** *{found.says}* {found.reading} {found.counted()}"
+            if found.status == SOMETIMES:
+                line += (
+                    f" It holds with {'; '.join(c.split(': ', 1)[-1] for c in found.conditions())}."
+                )
+            if parts:
+                line += f" In numbers: {parts}."
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _critical(level: float) -> float:
+    from scipy.stats import norm
+
+    return float(norm.isf(level / 2.0))
+
+
+def _outcome(value: float, error: float, low: float, high: float, critical: float) -> str:
+    margin = critical * error
+    if value > low + margin and value < high - margin:
+        return "holds"
+    if value < low - margin or value > high + margin:
+        return "fails"
+    return "open"
+
+
+def _inside(rows: pd.DataFrame, where: Mapping[str, Any]) -> pd.Series:
+    """Return which rows have the values asked for; a list is an interval."""
+    found = pd.Series(True, index=rows.index)
+    for name, wanted in where.items():
+        if name not in rows:
+            return pd.Series(False, index=rows.index)
+        if isinstance(wanted, list):
+            low, high = (
+                b if x is None else x for x, b in zip(wanted, (-math.inf, math.inf), strict=True)
+            )
+            values = pd.to_numeric(rows[name], errors="coerce")
+            found &= (values >= low) & (values <= high)
+        else:
+            found &= rows[name] == wanted
+    return found
+
+
+def _main_variant(rows: pd.DataFrame, main: Mapping[str, str]) -> pd.DataFrame:
+    """Leave out other variants than the main one; of several arrival rates, keep the first."""
+    for name, wanted in main.items():
+        if name in rows:
+            rows = rows[rows[name].isna() | (rows[name] == wanted)]
+    if "arrival_rate" in rows:
+        first = rows.groupby("page", sort=False)["arrival_rate"].transform("first")
+        rows = rows[rows["arrival_rate"].isna() | (rows["arrival_rate"] == first)]
+    return rows
+
+
+def _cells(parts: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Return a row a cell: it holds if all of its parts do, and fails if one does."""
+    rows = []
+    for _, part in parts.groupby(list(keys), sort=False, dropna=False):
+        outcomes = set(part["outcome"])
+        outcome = "fails" if "fails" in outcomes else "open" if "open" in outcomes else "holds"
+        rows.append({name: part.iloc[0][name] for name in keys} | {"outcome": outcome})
+    return pd.DataFrame(rows)
+
+
+def _condition(page: str, cells: pd.DataFrame) -> str:
+    """Say where on a page it holds: by at most two of the columns, else by a count."""
+    holds, fails = cells["outcome"] == "holds", cells["outcome"] == "fails"
+    if not fails.any():
+        return f"{page}: all cells that can be told"
+    names = [
+        name
+        for name in map(str, cells)
+        if name not in ("outcome", "horizon")
+        and cells[name].notna().all()
+        and cells[name].nunique() > 1
+    ]
+    best: tuple[int, str] = (0, "")
+    for size in (1, 2):
+        for chosen in itertools.combinations(names, size):
+            key = pd.Series(list(zip(*(cells[name] for name in chosen), strict=True)), cells.index)
+            good = [
+                k for k in dict.fromkeys(key) if holds[key == k].any() and not fails[key == k].any()
+            ]
+            covered = int(holds[key.isin(good)].sum())
+            if covered > best[0]:
+                best = covered, _listed(chosen, good)
+        if best[0] == holds.sum():
+            break
+    covered, text = best
+    if covered < holds.sum():
+        more = int(holds.sum()) - covered
+        rest = f"{more} of the other {len(cells) - covered} cells"
+        text = f"{text}, and in {rest}" if text else f"{int(holds.sum())} of {len(cells)} cells"
+    return f"{page}: {text}"
+
+
+def _listed(names: Sequence[str], values: Sequence[tuple[Any, ...]]) -> str:
+    """Write values of columns: "load 0.5 or 0.7", "normalisation group means with load 0.5"."""
+    if len(names) == 1:
+        words = [_word(value[0]) for value in values]
+        return f"{_word(names[0])} {_or(words)}"
+    by_first: dict[Any, list[str]] = {}
+    for first, second in values:
+        by_first.setdefault(first, []).append(_word(second))
+    return ", and ".join(
+        f"{_word(names[0])} {_word(first)} with {_word(names[1])} {_or(seconds)}"
+        for first, seconds in by_first.items()
+    )
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, (float, np.floating)):
+        return f"{value:g}"
+    return _WORDS.get(str(value), str(value).replace("_", " "))
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
