@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -50,6 +50,7 @@ class Parameter:
 class Page:
     path: Path  # from the root of the project, with suffix
     parameters: Mapping[str, Parameter]
+    reads_pages: bool = False  # runs after the others, whose published tables it reads
 
     @property
     def name(self) -> str:
@@ -142,7 +143,11 @@ def read_pages(root: Path) -> dict[str, Page]:
         path = found[0].relative_to(root)
         if path.suffix == ".md" and "{code-cell}" in found[0].read_text("utf-8"):
             raise BuildError(f"{path}: only .ipynb pages run, and this one has code cells")
-        page = Page(path, read_parameters(found[0], str(path)) if path.suffix == ".ipynb" else {})
+        page = Page(path, {})
+        if page.runs:
+            metadata = nbformat.read(found[0], as_version=4).metadata
+            last = metadata.get("qdq", {}).get("reads_pages", False)
+            page = Page(path, read_parameters(found[0], str(path)), last)
         if page.name in pages:
             raise BuildError(f"_toc.yml: two pages are named {page.name}")
         pages[page.name] = page
@@ -184,17 +189,37 @@ def choose_values(
     return values
 
 
-def cache_key(root: Path, page: Page, values: dict[str, Any]) -> str:
-    """Hash all that a notebook's outputs depend on."""
+def cache_key(root: Path, page: Page, values: dict[str, Any], before: Iterable[str] = ()) -> str:
+    """Hash all that a notebook's outputs depend on; `before`: the results that it reads."""
+    text = (root / page.path).read_text("utf-8")
     sources = [root / page.path, root / "requirements.lock", root / "book" / "claims.yml"]
-    for folder, pattern in (("qdq", "*.py"), ("book/data", "*"), ("book/results", "*")):
-        sources += sorted((root / folder).rglob(pattern))
-    digest = hashlib.sha256(json.dumps([values, sys.version_info[:2]], sort_keys=True).encode())
+    sources += [*sorted((root / "qdq").rglob("*.py")), *sorted((root / "book/data").rglob("*"))]
+    for path in sorted((root / "book" / "results").rglob("*")):
+        # A page's own results, and what it names.
+        if page.reads_pages or path.name.split(".")[0] == page.name or path.name in text:
+            sources.append(path)
+    keys = [values, sys.version_info[:2], *before]
+    digest = hashlib.sha256(json.dumps(keys, sort_keys=True).encode())
     for source in sources:
         if source.is_file():
             digest.update(f"\n{source.relative_to(root).as_posix()} ".encode())
             digest.update(hashlib.sha256(source.read_bytes()).digest())
     return f"{page.name}-{digest.hexdigest()[:20]}"
+
+
+def results_of(
+    root: Path, pages: Mapping[str, Page], values: dict[str, dict[str, Any]]
+) -> dict[str, Path]:
+    """Where the executed notebook of each page is, or will be; the last depend on the others."""
+    folder = root / "_build" / "executed"
+    results: dict[str, Path] = {}
+    for last in (False, True):
+        before = [path.name for path in results.values() if path.exists()] if last else []
+        for page in pages.values():
+            if page.runs and page.reads_pages == last:
+                key = cache_key(root, page, values[page.name], before)
+                results[page.name] = folder / f"{key}.ipynb"
+    return results
 
 
 def die_with_parent() -> None:
@@ -257,18 +282,23 @@ def stage_book(root: Path, stage: Path) -> None:
     (stage / "_config.yml").write_text(yaml.safe_dump(config), "utf-8")
 
 
-def run_pages(root: Path, pages: list[Page], values: dict[str, dict[str, Any]], jobs: int) -> None:
+def run_pages(
+    root: Path,
+    pages: list[Page],
+    values: dict[str, dict[str, Any]],
+    results: dict[str, Path],
+    jobs: int,
+) -> None:
     """Run every page whose result is not there yet; name all that fail."""
-    stage, executed = root / "_build" / "stage", root / "_build" / "executed"
-    executed.mkdir(parents=True, exist_ok=True)
+    stage = root / "_build" / "stage"
+    (root / "_build" / "executed").mkdir(parents=True, exist_ok=True)
     failed = {}
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=die_with_parent)
     try:
         waiting = {}
         for page in pages:
-            result = executed / f"{cache_key(root, page, values[page.name])}.ipynb"
-            if not result.exists():
-                arguments = (stage, page.path, values[page.name], result)
+            if not results[page.name].exists():
+                arguments = (stage, page.path, values[page.name], results[page.name])
                 waiting[pool.submit(run_page, *arguments)] = page.path
         with tqdm(total=len(waiting), desc="notebooks", unit="page", disable=not waiting) as bar:
             for future in as_completed(waiting):
@@ -342,19 +372,73 @@ def build(root: Path, only: list[str], chosen_set: str, assignments: list[str], 
     values = choose_values(pages, root, chosen_set, assignments)
     if unknown := [name for name in only if name not in pages]:
         raise BuildError(f"--only {' '.join(unknown)}: the pages are {', '.join(pages)}")
-    notebooks = [page for page in pages.values() if page.runs]
     stage = root / "_build" / "stage"
     stage_book(root, stage)
-    run_pages(root, [p for p in notebooks if not only or p.name in only], values, jobs)
-    for page in notebooks:  # with --only, the others show the results they have, or none
-        result = root / "_build" / "executed" / f"{cache_key(root, page, values[page.name])}.ipynb"
-        if result.exists():
-            shutil.copyfile(result, stage / page.path)
+    for last in (False, True):
+        results = results_of(root, pages, values)
+        notebooks = [p for p in pages.values() if p.runs and p.reads_pages == last]
+        chosen = [p for p in notebooks if not only or p.name in only]
+        run_pages(root, chosen, values, results, jobs)
+        for page in notebooks:  # with --only, the others show the results they have, or none
+            if results[page.name].exists():
+                shutil.copyfile(results[page.name], stage / page.path)
     html = render(stage, strict=not only)
     check_book(html, pages, root)
     shutil.rmtree(root / "_build" / "html", ignore_errors=True)
     html.rename(root / "_build" / "html")
     print(f"The book is at {Path('_build', 'html', 'index.html')}")
+
+
+def keep_tables(root: Path, only: list[str], chosen_set: str, jobs: int) -> None:
+    """Run pages that publish tables, and keep these under book/results with what made them."""
+    from qdq import publish
+
+    pages = read_pages(root)
+    values = choose_values(pages, root, chosen_set, [])
+    if unknown := [name for name in only if name not in pages]:
+        raise BuildError(f"--only {' '.join(unknown)}: the pages are {', '.join(pages)}")
+    stage_book(root, root / "_build" / "stage")
+    results = results_of(root, pages, values)
+    chosen = [page for page in pages.values() if page.runs and not page.reads_pages]
+    chosen = [page for page in chosen if (page.name in only if only else publishes(root, page))]
+    run_pages(root, chosen, values, results, jobs)
+    for page in chosen:
+        tables = {
+            name.split(".", 1)[1]: table
+            for name, table in publish.published(results[page.name]).items()
+        }
+        defaults = {name: parameter.default for name, parameter in page.parameters.items()}
+        given = defaults | values[page.name]
+        given.pop("n_jobs", None)  # which changes no number
+        stamp = publish.stamp(root / page.path, given)
+        publish.keep(root / "book" / "results" / chosen_set, page.name, tables, stamp)
+        print(f"{page.name}: {', '.join(tables) or 'no tables'}")
+
+
+def publishes(root: Path, page: Page) -> bool:
+    return "from qdq.publish import" in (root / page.path).read_text("utf-8")
+
+
+def verify(root: Path, jobs: int) -> bool:
+    """Run the standard set and compare its tables with those kept; say whether they agree."""
+    from qdq import publish
+
+    pages = read_pages(root)
+    kept = publish.kept(root / "book" / "results" / "standard")
+    values = choose_values(pages, root, "standard", [])
+    stage_book(root, root / "_build" / "stage")
+    results = results_of(root, pages, values)
+    run_pages(root, [pages[name] for name in kept], values, results, jobs)
+    agreements = []
+    for name, expected in kept.items():
+        found = publish.published(results[name])
+        for table, frame in expected.tables.items():
+            here = found.get(f"{name}.{table}")
+            agreements.append(publish.agreement(f"{name}.{table}", here, frame))
+    width = max((len(a.table) for a in agreements), default=0)
+    for a in agreements:
+        print(f"{a.table:<{width}}  {a.said()}")
+    return bool(agreements) and all(a.holds for a in agreements)
 
 
 def list_pages(root: Path, chosen_set: str, assignments: list[str]) -> None:
@@ -377,11 +461,23 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="PAGE.PARAMETER=VALUE", help="value in YAML"
     )
+    parser.add_argument(
+        "--keep", action="store_true", help="render nothing; keep the pages' tables in book/results"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="compare the standard set with the tables kept"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     options = parser.parse_args(arguments)
     try:
         if options.list:
             list_pages(root, options.params, options.set)
+        elif options.verify:
+            return 0 if verify(root, options.jobs) else 1
+        elif options.keep:
+            if options.set:
+                raise BuildError("--keep takes the values of a set as they are, without --set")
+            keep_tables(root, options.only, options.params, options.jobs)
         else:
             build(root, options.only, options.params, options.set, options.jobs)
     except BuildError as error:

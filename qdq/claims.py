@@ -11,11 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+
+from qdq.publish import find
 
 # What is no coordinate of a cell: the quantity itself, and its size.
 _NOT_COORDINATES = {"quantity", "method", "against", "value", "error"}
@@ -56,37 +59,11 @@ _METHODS = {
 }
 
 
-def find(name: str = "claims.yml") -> Path:
-    """Return the path of a file of the book, from wherever a page of it runs.
-
-    Parameters
-    ----------
-    name : str, default "claims.yml"
-        Path inside the book's folder.
-
-    Returns
-    -------
-    Path
-
-    Raises
-    ------
-    FileNotFoundError
-        If neither the working folder, nor one above it, nor a folder ``book`` in one of these, nor
-        the checkout of this package holds it.
-    """
-    here = Path.cwd()
-    for folder in (here, *here.parents, Path(__file__).parents[1]):
-        for place in (folder / name, folder / "book" / name):
-            if place.is_file():
-                return place
-    raise FileNotFoundError(f"{name} is not in this folder, nor in a folder book above it")
-
-
 def read(path: str | Path | None = None) -> dict[str, Any]:
-    """Return the content of claims.yml, by default the one that `find` finds."""
+    """Return the content of claims.yml, by default the one that `qdq.publish.find` finds."""
     import yaml
 
-    content: dict[str, Any] = yaml.safe_load(Path(path or find()).read_text("utf-8"))
+    content: dict[str, Any] = yaml.safe_load(Path(path or find("claims.yml")).read_text("utf-8"))
     return content
 
 
@@ -152,6 +129,8 @@ class Verdict:
 
     def figures(self) -> Iterator[str]:
         """Say the range of each part's quantity over the cells."""
+        if self.parts.empty:
+            return
         for _, part in self.parts.groupby("part", sort=False):
             first = part.iloc[0]
             name = _QUANTITIES.get(first["quantity"], first["quantity"]).format(
@@ -244,8 +223,11 @@ def verdict(
         return Verdict(claim, says, reading, NOT_TESTED, parts, left_out, parts, math.nan)
 
     critical = _critical(rules["significance"] / len(parts))
-    columns = (parts[name].astype(float) for name in ("value", "error", "low", "high"))
-    parts["outcome"] = [_outcome(*row, critical) for row in zip(*columns, strict=True)]
+    numbers = parts[["value", "error", "low", "high"]].astype(float)
+    parts["outcome"] = [
+        _outcome(value, error, low, high, critical)
+        for value, error, low, high in numbers.itertuples(index=False)
+    ]
     cells = _cells(parts, keys)
     counts = Counter(cells["outcome"])
     told = counts["holds"] + counts["fails"]
@@ -283,7 +265,8 @@ def said(page: str, quantities: pd.DataFrame, rules: Mapping[str, Any] | None = 
         if page in rule.get("pages", ()):
             found = verdict(claim, {page: quantities}, rules)
             parts = "; ".join(found.figures())
-            line = f"- **{claim}.** *{found.says}* {found.reading} {found.counted()}"
+            says, reading = (text.replace("*", r"\*") for text in (found.says, found.reading))
+            line = f"- **{claim}.** *{says}* {reading} {found.counted()}"
             if found.status == SOMETIMES:
                 line += (
                     f" It holds with {'; '.join(c.split(': ', 1)[-1] for c in found.conditions())}."
@@ -401,3 +384,83 @@ def _word(value: Any) -> str:
 
 def _or(words: Sequence[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+# --------------------------------------------------------------------------------------------------
+# The scoreboard
+# --------------------------------------------------------------------------------------------------
+
+
+def scoreboard(found: Mapping[str, Mapping[str, Verdict]]) -> str:
+    """Return the table of all verdicts, in HTML.
+
+    Parameters
+    ----------
+    found : mapping of str to mapping of str to Verdict
+        The verdicts of each claim, by what the quantities are from, such as "this build".
+
+    Returns
+    -------
+    str
+        A row a claim, with a link to its section in `details`.
+    """
+    first = next(iter(found.values()))
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("", "claim", *found))
+    rows = []
+    for claim, of_first in first.items():
+        cells = [f'<td><a href="#claim-{claim.lower()}">{claim}</a></td>']
+        cells.append(f"<td>{escape(of_first.says)}</td>")
+        for each in found.values():
+            tasks = _tasks(each[claim])
+            cells.append(f"<td><strong>{each[claim].status}</strong>{tasks}</td>")
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def details(found: Mapping[str, Mapping[str, Verdict]], links: Mapping[str, str]) -> str:
+    """Return a section for each claim with the figures behind its verdicts, in HTML.
+
+    Parameters
+    ----------
+    found : mapping of str to mapping of str to Verdict
+        As for `scoreboard`.
+    links : mapping of str to str
+        The address of each page, by name.
+
+    Returns
+    -------
+    str
+    """
+    first = next(iter(found.values()))
+    parts = []
+    for claim, of_first in first.items():
+        said = f"<strong>{claim}.</strong> <em>{escape(of_first.says)}</em>"
+        parts.append(f'<p id="claim-{claim.lower()}">{said} {escape(of_first.reading)}</p><ul>')
+        for source, verdicts in found.items():
+            each = verdicts[claim]
+            text = f"In {escape(source)}: <strong>{each.status}</strong>{_tasks(each)}."
+            if len(each.parts):
+                text += f" {each.counted()}"
+            inside = []
+            if each.status == SOMETIMES:
+                inside += [f"It holds on {condition}" for condition in each.conditions()]
+            inside += [_capital(figure) for figure in each.figures()]
+            if each.pages:
+                pages = (f'<a href="{links[page]}">{page}</a>' for page in each.pages)
+                inside.append(f"Pages: {', '.join(pages)}")
+            listed = "".join(f"<li>{line}.</li>" for line in inside)
+            parts.append(f"<li>{text}<ul>{listed}</ul></li>" if listed else f"<li>{text}</li>")
+        parts.append("</ul>")
+    return "\n".join(parts)
+
+
+def _tasks(found: Verdict) -> str:
+    counts = found.n_tasks
+    if not counts:
+        return ""
+    low, high = (f"{n:,}" for n in (counts[0], counts[-1]))
+    return f" (n = {low})" if low == high else f" (n = {low} to {high})"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

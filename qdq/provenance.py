@@ -6,6 +6,7 @@ people write down can be compared.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import html
 import json
@@ -45,6 +46,57 @@ def source_hash() -> str:
     in and however their lines end.
     """
     return _SOURCE_HASH
+
+
+# Modules that the numbers of a simulation study come out of, read on import too.
+_NUMBERS = tuple(
+    (_FOLDER / f"{name}.py").read_text("utf-8")
+    for name in (
+        *("designs", "estimators", "exact", "grid", "inference", "kernels", "policies"),
+        *("scenario", "simulate", "streaming", "study"),
+    )
+)
+
+
+def code_hash(*sources: str) -> str:
+    """Return a SHA-256 of what some Python code does, whatever its comments and docstrings say.
+
+    Parameters
+    ----------
+    *sources : str
+        Code. How it is laid out does not matter, nor does the version of Python.
+
+    Returns
+    -------
+    str
+    """
+    shapes = [_shape(ast.parse(source)) for source in sources]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()
+
+
+def _shape(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_shape(part) for part in node if not _is_text(part)]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    # Versions of Python differ in whether they list fields that are empty.
+    fields = ((name, part) for name, part in ast.iter_fields(node) if part not in (None, []))
+    return [type(node).__name__, *((name, _shape(part)) for name, part in fields)]
+
+
+def _is_text(node: Any) -> bool:
+    """Whether it is a docstring, or the like under a field."""
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return text and isinstance(node.value.value, str)
+
+
+@cache
+def numbers_hash() -> str:
+    """Return the `code_hash` of the modules that the numbers of a simulation study come out of.
+
+    It stays the same when only words, figures or the command line change.
+    """
+    return code_hash(*_NUMBERS)
 
 
 @cache

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import build as runner
+from qdq import publish
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -176,7 +177,8 @@ def test_the_key_depends_on_all_that_a_page_depends_on(root: Path) -> None:
 def run(root: Path, values: dict[str, object] | None = None) -> None:
     pages = runner.read_pages(root)
     runner.stage_book(root, root / "_build" / "stage")
-    runner.run_pages(root, [pages["one"]], {"one": values or {}}, 1)
+    given = {"index": {}, "one": values or {}}
+    runner.run_pages(root, [pages["one"]], given, runner.results_of(root, pages, given), 1)
 
 
 def test_a_failing_page_is_named_and_a_good_one_runs_once(
@@ -201,6 +203,87 @@ def test_a_failing_page_is_named_and_a_good_one_runs_once(
     written = result.stat().st_mtime_ns
     run(root)
     assert result.stat().st_mtime_ns == written
+
+
+def test_a_page_depends_on_its_own_results_and_on_what_it_names(root: Path) -> None:
+    page = runner.read_pages(root)["one"]
+    key = runner.cache_key(root, page, {})
+    (root / "book" / "results" / "paper").mkdir(parents=True)
+    (root / "book" / "results" / "paper" / "two.results.parquet").write_text("2")
+    assert runner.cache_key(root, page, {}) == key
+    (root / "book" / "results" / "paper" / "one.results.parquet").write_text("1")
+    with_own = runner.cache_key(root, page, {})
+    assert with_own != key
+    write_notebook(root / "book" / "one.ipynb", "open('results/bench.csv')")
+    named = runner.cache_key(root, page, {})
+    (root / "book" / "results" / "bench.csv").write_text("a")
+    assert runner.cache_key(root, page, {}) != named
+
+
+PUBLISHES = """\
+import pandas as pd
+from qdq.publish import publish
+publish("one", results=pd.DataFrame({"x": [0.1 + 0.2, n_tasks], "x_error": [0.5, None]}))
+"""
+READS = """\
+from qdq import publish
+print("read", {page: list(tables) for page, tables in publish.executed(".").items()})
+print("value", publish.executed(".")["one"]["results"]["x"].to_list())
+"""
+
+
+@pytest.fixture
+def publishing(root: Path) -> Path:
+    """Return a project whose page one publishes a table that page last reads."""
+    write_notebook(root / "book" / "one.ipynb", PUBLISHES, parameters=PARAMETERS)
+    write_notebook(root / "book" / "last.ipynb", READS)
+    notebook = nbformat.read(root / "book" / "last.ipynb", as_version=4)
+    notebook.metadata["qdq"] = {"reads_pages": True}
+    nbformat.write(notebook, root / "book" / "last.ipynb")
+    (root / "_toc.yml").write_text(
+        "format: jb-book\nroot: book/index\nchapters:\n  - file: book/last\n  - file: book/one\n"
+    )
+    return root
+
+
+def executed(root: Path, name: str) -> str:
+    newest = max((root / "_build" / "executed").glob(f"{name}-*"), key=lambda p: p.stat().st_mtime)
+    return newest.read_text()
+
+
+@pytest.mark.long
+def test_a_page_that_reads_pages_runs_after_them(
+    publishing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "render", lambda *_, **__: publishing / "html")
+    monkeypatch.setattr(runner, "check_book", lambda *_: None)
+    for n_tasks in (7, 8):
+        (publishing / "html").mkdir()
+        assert runner.main(["--set", f"one.n_tasks={n_tasks}"], publishing) == 0
+        text = executed(publishing, "last")
+        assert "read {'one': ['results']}" in text
+        assert f"value [0.30000000000000004, {n_tasks}.0]" in text
+
+
+@pytest.mark.long
+def test_tables_are_kept_and_verified(publishing: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main(["--verify"], publishing) == 1  # nothing is kept
+    assert runner.main(["--keep"], publishing) == 0
+    assert "one: results" in capsys.readouterr().out
+    kept = publish.kept(publishing / "book" / "results" / "standard")
+    assert kept["one"].stamp["parameters"]["n_tasks"] == 1000
+    assert kept["one"].tables["results"]["x"].to_list() == [0.1 + 0.2, 1000.0]
+    assert runner.main(["--verify"], publishing) == 0
+    assert "one.results  4 of 4 numbers are the same" in capsys.readouterr().out
+    # The first number may move by four of its errors, the second has none.
+    for old, new, code in (("0.1 + 0.2", "2.3", 0), ("2.3", "9.9", 1), ("9.9", "0.3, 1", 1)):
+        notebook = publishing / "book" / "one.ipynb"
+        notebook.write_text(notebook.read_text().replace(old, new))
+        assert runner.main(["--verify"], publishing) == code
+    out = capsys.readouterr().out
+    assert "3 of 4 numbers are the same, 1 within 4 standard errors" in out
+    assert "3 of 4 numbers are the same, 1 APART" in out
+    assert runner.main(["--keep", "--set", "one.n_tasks=3"], publishing) == 1
 
 
 def test_check_refuses_what_is_missing_heavy_or_loaded_from_elsewhere(root: Path) -> None:
