@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qdq.publish import find
+from qdq import publish
+from qdq.provenance import numbers_hash
 
 # What is no coordinate of a cell: the quantity itself, and its size.
 _NOT_COORDINATES = {"quantity", "method", "against", "value", "error"}
@@ -63,7 +64,9 @@ def read(path: str | Path | None = None) -> dict[str, Any]:
     """Return the content of claims.yml, by default the one that `qdq.publish.find` finds."""
     import yaml
 
-    content: dict[str, Any] = yaml.safe_load(Path(path or find("claims.yml")).read_text("utf-8"))
+    content: dict[str, Any] = yaml.safe_load(
+        Path(path or publish.find("claims.yml")).read_text("utf-8")
+    )
     return content
 
 
@@ -275,6 +278,33 @@ def said(page: str, quantities: pd.DataFrame, rules: Mapping[str, Any] | None = 
                 line += f" In numbers: {parts}."
             lines.append(line)
     return "\n".join(lines)
+
+
+def long_run(page: str, rules: Mapping[str, Any] | None = None) -> str:
+    """Say what a page's kept long run says of its claims, and what made it.
+
+    Parameters
+    ----------
+    page : str
+        Name of the page.
+    rules : mapping, optional
+        As `read` returns.
+
+    Returns
+    -------
+    str
+        Markdown: the claims as `said` has them, and the stamp. If none is kept, it says so.
+    """
+    kept = publish.kept(publish.find("results") / "paper").get(page)
+    if kept is None:
+        return "No long run of this page is kept."
+    parameters = ", ".join(f"`{name}` {value}" for name, value in kept.stamp["parameters"].items())
+    same = kept.stamp["numbers"] == numbers_hash()
+    return (
+        f"Kept under `book/results/paper`, made with {parameters} by the source "
+        f"`{kept.stamp['numbers'][:12]}` ({'that of' if same else 'another than'} this book).\n\n"
+        + said(page, kept.tables["quantities"], rules)
+    )
 
 
 def _critical(level: float) -> float:
