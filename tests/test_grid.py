@@ -80,17 +80,17 @@ CALLS = {
 @pytest.mark.parametrize("law", [normal, skewed])
 @pytest.mark.parametrize("truth_error", [0.0, 0.06])
 @pytest.mark.parametrize("truth", [1.2, 0.65])  # both biases of one sign, and of two
-@pytest.mark.parametrize("name", CALLS)
-def test_errors_are_the_spread_over_replications(name, truth, truth_error, law):
+def test_errors_are_the_spread_over_replications(truth, truth_error, law):
     rng = np.random.default_rng(8)
     found = []
-    for _ in range(2_000):
+    for _ in range(1_000):
         about = truth + truth_error * rng.standard_normal()
-        found.append(CALLS[name](*estimates(law, rng, 120), about, truth_error))
-    value, error = np.array(found).T
-    # The spread of 2,000 values is known to 1.6 % (2.2 % if skewed): the tolerance is 4.5 of that,
-    # and what the delta method leaves out.
-    assert np.sqrt(np.mean(error**2)) == pytest.approx(np.std(value, ddof=1), rel=0.1)
+        sample = estimates(law, rng, 120)
+        found.append([call(*sample, about, truth_error) for call in CALLS.values()])
+    values, errors = np.moveaxis(found, 2, 0)
+    ratio = np.sqrt(np.mean(errors**2, axis=0)) / np.std(values, axis=0, ddof=1)
+    # The spread of 1,000 values is known to 2.2 % (3 % if skewed): the tolerance is 4 of that.
+    np.testing.assert_allclose(ratio, 1.0, atol=0.12, err_msg=", ".join(CALLS))
 
 
 @pytest.mark.parametrize("law", [normal, skewed])
@@ -160,7 +160,10 @@ def test_default_comparisons():
 # --------------------------------------------------------------------------------------------------
 
 SYSTEM = qdq.Scenario(
-    n_servers=2, arrivals=qdq.Poisson(0.6), control=qdq.PowerOfD(1), treatment=qdq.PowerOfD(2)
+    n_servers=2,
+    arrivals=qdq.Poisson(0.6),
+    control=qdq.PowerOfD(1),
+    treatment=qdq.JoinShortestQueue(),
 )
 CELLS = {
     (0.4, "equal"): SYSTEM.replace(arrivals=qdq.Poisson(0.4)),
