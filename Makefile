@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv: Python 3.11 or newer and make are enough.
 .DEFAULT_GOAL := help
-.PHONY: help book test long lint bench lock clean
+.PHONY: help book test long lint bench results verify lock clean
 unexport PYTHONPATH
 
 PYTHON ?= python3# the interpreter that .venv is made with
@@ -30,6 +30,12 @@ lint: $(ready) ## Check style, formatting and types
 
 bench: $(ready) ## Measure speed and memory, for the book's page on them (12 minutes)
 	$(venv) book/bench.py $(BENCH)
+
+results: $(ready) ## Run a set (SET=paper takes an hour) and keep the pages' tables in book/results
+	$(venv) book/build.py --keep --params $(SET) $(BOOK)
+
+verify: $(ready) ## Run the standard set and compare its tables with those kept in book/results
+	$(venv) book/build.py --verify
 
 lock: ## Pin anew every dependency in requirements.lock (needs uv)
 	uv pip compile pyproject.toml --all-extras --universal --only-binary :all: --upgrade \
