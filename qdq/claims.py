@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from qdq import publish
+from qdq.grid import VARIANT
 from qdq.provenance import numbers_hash
 
 # What is no coordinate of a cell: the quantity itself, and its size.
@@ -340,12 +341,14 @@ def _inside(rows: pd.DataFrame, where: Mapping[str, Any]) -> pd.Series:
 
 
 def _main_variant(rows: pd.DataFrame, main: Mapping[str, str]) -> pd.DataFrame:
-    """Leave out other variants than the main one; of several arrival rates, keep the first."""
+    """Leave out other variants than the main one; of a cell's arrival rates, keep the first."""
     for name, wanted in main.items():
         if name in rows:
             rows = rows[rows[name].isna() | (rows[name] == wanted)]
     if "arrival_rate" in rows:
-        first = rows.groupby("page", sort=False)["arrival_rate"].transform("first")
+        cell = [name for name in rows if name not in {*_NOT_COORDINATES, *VARIANT}]
+        # What has no arrival rate of its own does not hide the first one.
+        first = rows.groupby(cell, sort=False, dropna=False)["arrival_rate"].transform("first")
         rows = rows[rows["arrival_rate"].isna() | (rows["arrival_rate"] == first)]
     return rows
 

@@ -134,6 +134,11 @@ def test_only_the_main_variant_counts_unless_the_claim_asks_for_all() -> None:
         ]
     )
     assert weigh("C1", one=frame).counts == {"holds": 1}
+    # Each cell has its own arrival rates: a constant rate has no "scenario" before it.
+    of_variant = {"normalise": "group_means", "queue": "in_system"}
+    constant = shares(0.6, arrivals="stationary", arrival_rate="estimated", **of_variant)
+    frame = pd.concat([frame.assign(arrivals="periodic"), constant])
+    assert weigh("C1", one=frame).counts == {"holds": 2}
 
 
 def test_where_limits_the_cells() -> None:

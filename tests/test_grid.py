@@ -78,18 +78,20 @@ CALLS = {
 
 
 @pytest.mark.parametrize("law", [normal, skewed])
-@pytest.mark.parametrize("truth_error", [0.0, 0.06])
-@pytest.mark.parametrize("truth", [1.2, 0.65])  # both biases of one sign, and of two
+@pytest.mark.parametrize(
+    ("truth", "truth_error"),
+    [(1.2, 0.0), (1.2, 0.06), (0.65, 0.06)],  # both biases of one sign, of two in the last
+)
 def test_errors_are_the_spread_over_replications(truth, truth_error, law):
     rng = np.random.default_rng(8)
     found = []
-    for _ in range(1_000):
+    for _ in range(800):
         about = truth + truth_error * rng.standard_normal()
         sample = estimates(law, rng, 120)
         found.append([call(*sample, about, truth_error) for call in CALLS.values()])
     values, errors = np.moveaxis(found, 2, 0)
     ratio = np.sqrt(np.mean(errors**2, axis=0)) / np.std(values, axis=0, ddof=1)
-    # The spread of 1,000 values is known to 2.2 % (3 % if skewed): the tolerance is 4 of that.
+    # The spread of 800 values is known to 2.5 % (3.5 % if skewed): the tolerance is 3.5 of that.
     np.testing.assert_allclose(ratio, 1.0, atol=0.12, err_msg=", ".join(CALLS))
 
 
@@ -167,7 +169,7 @@ SYSTEM = qdq.Scenario(
 )
 CELLS = {
     (0.4, "equal"): SYSTEM.replace(arrivals=qdq.Poisson(0.4)),
-    (0.6, "unequal"): SYSTEM.replace(service_rates=(0.8, 1.2)),
+    (0.6, "unequal"): SYSTEM.replace(service_rates=(0.9, 1.1)),
 }
 OPTIONS = {
     "normalise": ("group_means", "inverse_propensity"),
@@ -175,7 +177,7 @@ OPTIONS = {
     "arrival_rate": ("estimated", "window"),
     "horizon": (10, 40),
 }
-SIZES = {"n_tasks": 2_000, "switchback_period": 40.0, "seed": 5, "propensity": 0.4}
+SIZES = {"n_tasks": 1_500, "switchback_period": 40.0, "seed": 5, "propensity": 0.4}
 COORDINATES = ("load", "rates")
 
 
@@ -197,7 +199,13 @@ def studies() -> dict[tuple[float, str], list[qdq.Study]]:
     """The same experiments by `run_study`."""
     return {
         cell: [
-            qdq.run_study(scenario, 2_000, 24, 5, designs=designs, progress=False, **OPTIONS)
+            qdq.run_study(
+                *(scenario, SIZES["n_tasks"], 24, 5),
+                designs=designs,
+                truth=qdq.true_effect(scenario, seed=5),
+                progress=False,
+                **OPTIONS,
+            )
             for designs in DESIGNS
         ]
         for cell, scenario in CELLS.items()
@@ -209,11 +217,18 @@ def of_cell(frame: pd.DataFrame, cell: tuple[float, str]) -> pd.DataFrame:
     return frame[inside].drop(columns=list(COORDINATES)).reset_index(drop=True)
 
 
+def assert_same(found: pd.DataFrame, expected: pd.DataFrame) -> None:
+    """Assert that all values are the same, whatever the types of columns say of missing ones."""
+    assert list(found.columns) == list(expected.columns)
+    plain = [frame.astype(object).where(frame.notna(), None) for frame in (found, expected)]
+    assert plain[0].to_numpy().tolist() == plain[1].to_numpy().tolist()
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_results_are_those_of_studies(cell, grid, studies):
     expected = pd.concat([study.table for study in studies[cell]], ignore_index=True)
     found = of_cell(grid.results, cell)
-    assert_frame_equal(found[list(expected.columns)], expected, check_dtype=False)
+    assert_same(found[list(expected.columns)], expected)
     # naive; for each horizon and normalisation wDQ, and qDQ and mixed with two rates and in time;
     # switchback and split.
     assert len(found) == 1 + 4 * (1 + 2 * 3) + 2
@@ -222,12 +237,12 @@ def test_results_are_those_of_studies(cell, grid, studies):
     assert (found["gte"] == truth.value).all()
     assert (found["control"] == truth.mean_response_control).all()
     assert (found["gte_error"] == 0.0).all()
-    assert (found["n_tasks"] == 2_000).all()
+    assert (found["n_tasks"] == SIZES["n_tasks"]).all()
     np.testing.assert_allclose(found["relative_bias"] * abs(truth.value), found["bias"])
     np.testing.assert_allclose(found["relative_rmse_error"] * abs(truth.value), found["rmse_error"])
 
     drawn = pd.concat([study.replications for study in studies[cell]], ignore_index=True)
-    assert_frame_equal(of_cell(grid.replications, cell), drawn, check_dtype=False)
+    assert_same(of_cell(grid.replications, cell), drawn)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -290,10 +305,13 @@ def test_rows_that_no_variant_has(grid):
     assert rows[list(VARIANT)].isna().all(axis=None)
 
 
+# Of twenty replications: by Student's law with 19 degrees of freedom, 1e-6 each.
+FAR = float(stats.t.isf(5e-7, 19))
+TWENTY = {"n_replications": 160, "max_replications": 160, "progress": False}
+
+
 def test_estimands_agree_with_the_chain():
-    # Twenty replications: Student's law with 19 degrees of freedom, 1e-6 each.
-    found = small_grid(n_replications=160, max_replications=160, n_tasks=5_000, horizon=10)
-    limit = stats.t.isf(5e-7, 19)
+    found = run_grid(CELLS, COORDINATES, **(SIZES | TWENTY | {"n_tasks": 4_000, "horizon": 1}))
     for cell, scenario in CELLS.items():
         rows = of_cell(found.quantities, cell).set_index("quantity")
         chain = small_chain(scenario, 0.4)
@@ -302,42 +320,37 @@ def test_estimands_agree_with_the_chain():
         expected = {"slope": slope, "gte_w": effect, "gte_q": effect, "gap": 0.0, "gte": effect}
         for name, exact in expected.items():
             row = rows.loc[name]
-            assert abs(row["value"] - exact) <= limit * row["error"] + 1e-12, name
+            assert abs(row["value"] - exact) <= FAR * row["error"] + 1e-8, name
         direct = rows.loc["direct"]
         assert abs(direct["value"] - chain.direct_effect()) < 5.0 * direct["error"]
-        # Small enough to tell them from one another.
-        assert limit * rows.loc["slope", "error"] < 0.3 * abs(effect)
-        assert limit * rows.loc["gte_q", "error"] < 0.3 * abs(effect)
+        # Small enough to tell them from one another, or from nothing.
+        for name in ("slope", "gte_w", "gte_q"):
+            assert FAR * rows.loc[name, "error"] < 0.35 * abs(effect)
         assert 5.0 * direct["error"] < abs(direct["value"] - effect)
-        assert limit * rows.loc["gap", "error"] < 0.15
+        assert FAR * rows.loc["gap", "error"] < 0.15
 
 
 def test_the_gap_under_a_periodic_rate():
-    # Over the constant rate in place of that at each arrival, the reading would be far off.
-    scenario = SYSTEM.replace(arrivals=qdq.Periodic(0.6, 0.8, 50.0))
-    options = SIZES | {"n_tasks": 6_000, "n_replications": 160, "max_replications": 160}
-    found = run_grid({(1,): scenario}, ["cell"], progress=False, **options)
+    scenario = SYSTEM.replace(arrivals=qdq.Periodic(0.6, 0.9, 200.0))
+    truths = {(1,): qdq.true_effect(scenario, relative_error=0.2)}
+    options = SIZES | TWENTY | {"n_tasks": 4_800, "horizon": 1, "truths": truths}
+    found = run_grid({(1,): scenario}, ["cell"], **options)
     rows = found.quantities.drop_duplicates("quantity").set_index("quantity")
-    limit = stats.t.isf(5e-7, 19)
-    assert abs(rows.loc["gap", "value"]) < limit * rows.loc["gap", "error"] < 0.15
-    difference = []
-    for j in range(20):
-        logs = [
-            qdq.simulate(scenario, design, 6_000, (5, 2, j), record=["in_system"])
-            for design in (qdq.AllControl(), qdq.AllTreatment())
-        ]
-        by_response, by_queue = (
-            float(logs[1].response_time.mean() - logs[0].response_time.mean()),
-            float(logs[1].in_system.mean() - logs[0].in_system.mean()) / 1.2,
-        )
-        difference.append(by_queue - by_response)
-    assert np.mean(difference) / abs(rows.loc["gte_w", "value"]) < -0.2
+    assert abs(rows.loc["gap", "value"]) < FAR * rows.loc["gap", "error"] < 0.1
     assert set(found.results["arrival_rate"].dropna()) == {"scenario"}
+    # Divided by the mean rate, in place of that at each arrival, the reading is far off.
+    effects = []
+    for j in range(20):
+        control, treatment = (
+            qdq.simulate(scenario, design, 4_800, (5, 2, j), record=["in_system"])
+            for design in (qdq.AllControl(), qdq.AllTreatment())
+        )
+        effects.append((treatment.in_system.mean() - control.in_system.mean()) / 1.2)
+    assert np.mean(effects) / rows.loc["gte_w", "value"] > 1.2
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_threads_do_not_matter(jobs, grid):
-    other = small_grid(n_jobs=jobs)
+def test_neither_threads_nor_known_truths_matter(grid):
+    other = small_grid(n_jobs=1, truths=grid.truths)
     for name in ("results", "quantities", "replications"):
         assert_frame_equal(getattr(other, name), getattr(grid, name))
 
@@ -345,10 +358,11 @@ def test_threads_do_not_matter(jobs, grid):
 def test_cells_do_not_depend_on_each_other(grid):
     cell = (0.6, "unequal")
     arguments = SIZES | {"n_replications": 24, "max_replications": 24} | OPTIONS
-    alone = run_grid({cell: CELLS[cell]}, COORDINATES, progress=False, **arguments)
+    alone = run_grid(
+        {cell: CELLS[cell]}, COORDINATES, truths=grid.truths, progress=False, **arguments
+    )
     for name in ("results", "quantities", "replications"):
-        expected = of_cell(getattr(grid, name), cell)
-        assert_frame_equal(of_cell(getattr(alone, name), cell), expected, check_dtype=False)
+        assert_same(of_cell(getattr(alone, name), cell), of_cell(getattr(grid, name), cell))
 
 
 def test_main_is_one_row_a_cell_and_method(grid):
@@ -380,14 +394,14 @@ def test_replications_go_on_until_precise(monkeypatch):
     monkeypatch.setattr(module, "_BIAS_PRECISION", 0.15)
     truth = qdq.true_effect(SYSTEM)
     arguments = {"designs": [qdq.Bernoulli(0.5)], "truth": truth, "horizon": 40}
-    counts = {"n_replications": 8, "max_replications": 4_000}
+    counts = {"n_replications": 8, "max_replications": 2_000}
     study = module.precise_study(SYSTEM, 1_000, 6, **arguments, **counts)
-    assert 50 < study.n_replications < 4_000
+    assert 50 < study.n_replications < 2_000
     assert (study.table["sd_error"] <= 0.1 * study.table["sd"]).all()
     assert (study.table["mean_error"] <= 0.15 * abs(truth.value)).all()
     plain = qdq.run_study(SYSTEM, 1_000, study.n_replications, 6, **arguments)
     assert_frame_equal(study.table, plain.table)
-    # With half as many it is not, by either measure: so neither is left out.
+    # With half as many it is not.
     fewer = qdq.run_study(SYSTEM, 1_000, study.n_replications // 2, 6, **arguments).table
     assert (fewer["sd_error"] > 0.1 * fewer["sd"]).any() or (
         fewer["mean_error"] > 0.15 * abs(truth.value)
