@@ -29,7 +29,7 @@ _NOT_COORDINATES |= {"n_tasks", "gte", "gte_error", "control"}
 REPRODUCED = "reproduced"
 SOMETIMES = "reproduced when …"
 NOT_REPRODUCED = "not reproduced"
-NOT_SETTLED = "not settled at this number of tasks"
+NOT_SETTLED = "not settled"
 NOT_TESTED = "not tested here"
 
 _WORDS = {
@@ -384,7 +384,7 @@ def _condition(page: str, cells: pd.DataFrame) -> str:
             ]
             covered = int(holds[key.isin(good)].sum())
             if covered > best[0]:
-                best = covered, _listed(chosen, good)
+                best = covered, _listed(chosen, good, set(cells[chosen[-1]]))
         if best[0] == holds.sum():
             break
     covered, text = best
@@ -395,18 +395,24 @@ def _condition(page: str, cells: pd.DataFrame) -> str:
     return f"{page}: {text}"
 
 
-def _listed(names: Sequence[str], values: Sequence[tuple[Any, ...]]) -> str:
-    """Write values of columns: "load 0.5 or 0.7", "normalisation group means with load 0.5"."""
+def _listed(names: Sequence[str], values: Sequence[tuple[Any, ...]], last: set[Any]) -> str:
+    """Write values of columns: "load 0.5 or 0.7", "normalisation group means with load 0.5".
+
+    `last` holds all values of the last column: where each of them will do, it is left out.
+    """
     if len(names) == 1:
         words = [_word(value[0]) for value in values]
         return f"{_word(names[0])} {_or(words)}"
-    by_first: dict[Any, list[str]] = {}
+    by_first: dict[Any, list[Any]] = {}
     for first, second in values:
-        by_first.setdefault(first, []).append(_word(second))
-    return ", and ".join(
-        f"{_word(names[0])} {_word(first)} with {_word(names[1])} {_or(seconds)}"
-        for first, seconds in by_first.items()
-    )
+        by_first.setdefault(first, []).append(second)
+    parts = []
+    for first, seconds in by_first.items():
+        part = f"{_word(names[0])} {_word(first)}"
+        if set(seconds) != last:
+            part += f" with {_word(names[1])} {_or([_word(second) for second in seconds])}"
+        parts.append(part)
+    return ", and ".join(parts)
 
 
 def _word(value: Any) -> str:

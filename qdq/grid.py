@@ -92,10 +92,11 @@ def bias_cut(
     value, error : float
         The error is by the paired differences; the signs of both biases are taken as known.
     """
-    signs = np.sign(x.mean() - truth), np.sign(against.mean() - truth)
+    signs = [float(np.sign(y.mean() - truth)) for y in (x, against)]
     value = (abs(float(against.mean()) - truth) - abs(float(x.mean()) - truth)) / abs(truth)
     paired = signs[1] * against - signs[0] * x
-    by_truth = float(signs[0] - signs[1]) * truth_error
+    # The truth is in both biases and in the effect that they are divided by.
+    by_truth = (signs[0] - signs[1] - value * math.copysign(1.0, truth)) * truth_error
     return value, math.hypot(_error_of_mean(paired), by_truth) / abs(truth)
 
 
@@ -131,6 +132,8 @@ def rmse_ratio(
     value, error : float
     """
     value, error = _root_ratio((x - truth) ** 2, (against - truth) ** 2)
+    if not value > 0.0:
+        return value, error
     slopes = [(float(y.mean()) - truth) / float(np.mean((y - truth) ** 2)) for y in (x, against)]
     return value, math.hypot(error, value * (slopes[1] - slopes[0]) * truth_error)
 
@@ -150,43 +153,55 @@ def _error_of_mean(x: NDArray[np.float64]) -> float:
 
 
 def compare(
-    estimates: Mapping[str, NDArray[np.float64]],
+    estimates: dict[str, NDArray[np.float64]],
     truth: float,
     truth_error: float,
     comparisons: Sequence[tuple[str, str, str]] = COMPARISONS,
+    mirrored: Mapping[str, NDArray[np.float64]] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the share of the effect that each method finds, and how methods compare.
 
     Parameters
     ----------
-    estimates : mapping of str to ndarray of float64, shape (R,)
+    estimates : dict of str to ndarray of float64, shape (R,)
         Estimates of each method in the same replications, NaN where there is none.
     truth, truth_error : float
         The true effect and its standard error.
     comparisons : sequence of (quantity, method, against), default COMPARISONS
         What to compare; pairs with a method that is not there are left out.
+    mirrored : mapping of str to ndarray of float64, shape (M,), optional
+        Means of mirrored pairs (see `run_grid`), for methods that have them: what is about the mean
+        of a method, ``share_found`` and ``bias_cut``, comes from these where they are more precise.
 
     Returns
     -------
     list of dict
         Rows ``quantity, method, against, value, error``.
     """
+    functions = {"bias_cut": bias_cut, "rmse_ratio": rmse_ratio}
+    effect = truth, truth_error
+    pairs = mirrored or {}
     rows = []
     for method, x in estimates.items():
-        found = share_found(x[np.isfinite(x)], truth, truth_error)
-        rows.append(_quantity("share_found", found, method))
+        of_both = [y[np.isfinite(y)] for y in (x, pairs.get(method)) if y is not None]
+        found = [share_found(y, *effect) for y in of_both]
+        rows.append(_quantity("share_found", min(found, key=_error_of), method))
     for quantity, method, against in comparisons:
-        if method in estimates and against in estimates:
-            x, y = estimates[method], estimates[against]
-            both = np.isfinite(x) & np.isfinite(y)
-            x, y = x[both], y[both]
-            if quantity == "sd_ratio":
-                found = sd_ratio(x, y)
-            else:
-                function = bias_cut if quantity == "bias_cut" else rmse_ratio
-                found = function(x, y, truth, truth_error)
-            rows.append(_quantity(quantity, found, method, against))
+        found = []
+        for sample in (estimates, pairs) if quantity == "bias_cut" else (estimates,):
+            if method in sample and against in sample:
+                x, y = sample[method], sample[against]
+                both = np.isfinite(x) & np.isfinite(y)
+                x, y = x[both], y[both]
+                ratio = quantity == "sd_ratio"
+                found.append(sd_ratio(x, y) if ratio else functions[quantity](x, y, *effect))
+        if found:
+            rows.append(_quantity(quantity, min(found, key=_error_of), method, against))
     return rows
+
+
+def _error_of(found: tuple[float, float]) -> float:
+    return found[1]
 
 
 def _quantity(
@@ -220,7 +235,9 @@ class Grid:
     results : DataFrame
         How each method does: the coordinates, then the columns of `Study.table`, ``n_tasks``,
         ``gte, gte_error, control`` (the true effect, its standard error, and control's mean
-        response) and ``relative_bias, relative_rmse`` (over the absolute effect) with errors.
+        response) and ``relative_bias, relative_rmse`` (over the absolute effect) with errors. Where
+        ``n_mirrored`` is above 0, ``bias`` and its error come from as many mirrored pairs, since
+        these are more precise than the ``mean``.
     quantities : DataFrame
         Rows ``quantity, method, against, value, error`` with the coordinates, the variant,
         ``n_tasks`` and ``gte, gte_error, control``: ``direct, slope, gte, gte_w, gte_q, gap`` and
@@ -278,22 +295,21 @@ class Grid:
         precise = frame["sd_error"] < _SD_PRECISION * frame["sd"]
         known = frame["bias_error"] < _BIAS_PRECISION * size
         counts = frame["n_replications"]
+        times = f"{counts.min():,}"
+        if counts.max() > counts.min():
+            times += f" to {counts.max():,}"
         text = (
-            f"**Precision.** Experiments were replicated {counts.min():,} to {counts.max():,} "
-            f"times. The standard error of the SD is below {100 * _SD_PRECISION:g} % of it in "
-            f"{int(precise.sum())} of {len(frame)} rows, and that of the bias below a tenth of the "
-            f"effect (of {100 * _SMALL_EFFECT:g} % of control's mean response, if that is more) in "
+            f"**Precision.** Experiments were replicated {times} times. The standard error of the "
+            f"SD is below {100 * _SD_PRECISION:g} % of it in {int(precise.sum())} of {len(frame)} "
+            f"rows, and that of the bias below a tenth of the effect (of "
+            f"{100 * _SMALL_EFFECT:g} % of control's mean response, if that is more) in "
             f"{int(known.sum())}."
         )
         missing = frame[~known].drop_duplicates(list(self.coordinates))
         if len(missing):
-            cells = [
-                ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in self.coordinates)
-                for _, row in missing.iterrows()
-            ]
             text += (
-                f" Some bias is less well known in {len(cells)} of {len(self.scenarios)} cells: "
-                f"{'; '.join(cells)}. More replications would settle it: raise `max_replications`."
+                f" Some bias is less well known in {len(missing)} of {len(self.scenarios)} cells. "
+                "More replications would settle it: raise `max_replications`."
             )
         return text
 
@@ -309,6 +325,7 @@ def run_grid(
     seed: int,
     propensity: float = 0.5,
     slope_step: float = 0.1,
+    n_mirrored: int | None = None,
     normalise: str | Sequence[str] = "group_means",
     queue: str | Sequence[str] = "in_system",
     arrival_rate: ArrivalRate | Sequence[ArrivalRate | None] | None = None,
@@ -337,6 +354,9 @@ def run_grid(
         Of everything.
     propensity, slope_step : float
         Treated share p, and the distance from it of the two shares that give the slope.
+    n_mirrored : int, optional
+        How many of the Bernoulli experiments are run again with their arms swapped; by default a
+        quarter of `n_replications`, and two at least; 0 for none.
     normalise, queue, arrival_rate, horizon
         As for `run_study`.
     truths : mapping, optional
@@ -354,7 +374,17 @@ def run_grid(
     ------
     TypeError, ValueError
         If an argument is out of range, before anything runs; as `run_study`.
+
+    Notes
+    -----
+    *Mirrored pairs.* With the policies of both arms swapped and the treated share 1 - p instead of
+    p, the system is the same in law, and an estimate has the opposite mean. Under the same random
+    numbers at p = 1/2 the same tasks are called treated, so that what the estimate owes to the
+    chance of who was treated, most of the noise of DQ, is the same in both: half of their
+    difference has the estimator's mean and a far smaller spread.
     """
+    if n_mirrored is None:
+        n_mirrored = max(2, n_replications // 4) if n_replications >= 2 else 2
     _check(
         scenarios,
         n_tasks,
@@ -363,9 +393,16 @@ def run_grid(
         max_replications,
         propensity,
         slope_step,
+        n_mirrored,
         seed,
         n_jobs,
     )
+    variants: dict[str, Any] = {
+        "normalise": normalise,
+        "queue": queue,
+        "arrival_rate": arrival_rate,
+        "horizon": horizon,
+    }
     hidden = None if progress is None else not progress
     known = dict(truths or {})
     results, quantities, replications = [], [], []
@@ -381,12 +418,9 @@ def run_grid(
                 designs=designs,
                 n_replications=n_replications,
                 max_replications=max_replications,
-                normalise=normalise,
-                queue=queue,
-                arrival_rate=arrival_rate,
-                horizon=horizon,
                 truth=truth,
                 n_jobs=n_jobs,
+                **variants,
             )
             for designs in (
                 (Bernoulli(propensity),),
@@ -394,7 +428,20 @@ def run_grid(
             )
         ]
         where = dict(zip(coordinates, cell, strict=True))
-        result, compared = tables_of(studies, truth)
+        swapped = None
+        if n_mirrored:
+            swapped = run_study(
+                scenario.replace(control=scenario.treatment, treatment=scenario.control),
+                n_tasks,
+                n_mirrored,
+                seed,
+                n_jobs,
+                designs=Bernoulli(1.0 - propensity),
+                truth=-truth.value,
+                progress=False,
+                **variants,
+            )
+        result, compared = tables_of(studies, truth, swapped)
         count = max(8, n_replications // 8)
         naive = result[result["method"] == "naive"].iloc[0]
         rows = [_quantity("direct", (naive["mean"], naive["mean_error"]))]
@@ -424,6 +471,7 @@ def _check(
     max_replications: int,
     propensity: float,
     slope_step: float,
+    n_mirrored: int,
     seed: int,
     n_jobs: int,
 ) -> None:
@@ -439,6 +487,10 @@ def _check(
     validation.integer("n_replications", n_replications, "an integer >= 2", at_least=2)
     right = f"an integer >= n_replications={n_replications}"
     validation.integer("max_replications", max_replications, right, at_least=n_replications)
+    right = f"0, or an integer from 2 to n_replications={n_replications}"
+    validation.integer("n_mirrored", n_mirrored, right, at_least=0, at_most=n_replications)
+    if n_mirrored == 1:
+        raise validation.refuse("n_mirrored", n_mirrored, right)
     shortest = min(n_tasks / scenario.total_arrival_rate for scenario in scenarios.values())
     right = f"> 0 and at most {shortest / 8:g}, so that every log holds eight periods"
     validation.number(
@@ -520,7 +572,9 @@ def precise_study(
             count = min(math.ceil(1.05 * count * worst**2), max_replications)
 
 
-def tables_of(studies: Sequence[Study], truth: TrueEffect) -> tuple[pd.DataFrame, pd.DataFrame]:
+def tables_of(
+    studies: Sequence[Study], truth: TrueEffect, swapped: Study | None = None
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return how each method does in some studies of one scenario, and how methods compare.
 
     Parameters
@@ -528,6 +582,8 @@ def tables_of(studies: Sequence[Study], truth: TrueEffect) -> tuple[pd.DataFrame
     studies : sequence of Study
         With different designs and one seed.
     truth : TrueEffect
+    swapped : Study, optional
+        The Bernoulli experiments of the first replications with their arms swapped.
 
     Returns
     -------
@@ -535,23 +591,53 @@ def tables_of(studies: Sequence[Study], truth: TrueEffect) -> tuple[pd.DataFrame
         As in `Grid`, without coordinates and without what is the same in all rows.
     """
     table = pd.concat([study.table for study in studies], ignore_index=True)
+    drawn = pd.concat([study.replications for study in studies], ignore_index=True)
+    mirrored = drawn.iloc[:0] if swapped is None else _mirrored(drawn, swapped)
+    bias, errors = (table[name].to_numpy(np.float64).copy() for name in ("bias", "bias_error"))
+    table["n_mirrored"] = 0
+    for key, part in mirrored.groupby("row") if len(mirrored) else ():
+        place = int(str(key))
+        x = part["value"].to_numpy(np.float64)
+        error = math.hypot(_error_of_mean(x), truth.standard_error)
+        if error < errors[place]:
+            bias[place], errors[place] = x.mean() - truth.value, error
+            table.loc[place, "n_mirrored"] = x.size
+    table["bias"], table["bias_error"] = bias, errors
     size = abs(truth.value)
     for name in ("bias", "rmse"):
         table[f"relative_{name}"] = table[name] / size
         table[f"relative_{name}_error"] = table[f"{name}_error"] / size
 
-    drawn = pd.concat([study.replications for study in studies], ignore_index=True)
-    alone = {
-        str(method): _values(part)
-        for method, part in drawn[drawn["horizon"].isna()].groupby("method", sort=False)
-    }
+    alone = _by_method(drawn[drawn["horizon"].isna()])
+    alone_in_pairs = _by_method(mirrored[mirrored["horizon"].isna()])
+    pairs = {_key(variant): x for variant, x in _variants(mirrored[mirrored["horizon"].notna()])}
     rows: list[dict[str, Any]] = []
     for variant, estimates in _variants(drawn[drawn["horizon"].notna()]):
         shortest = min(x.size for x in (alone | estimates).values())
         together = {method: x[:shortest] for method, x in (alone | estimates).items()}
-        for row in compare(together, truth.value, truth.standard_error):
+        in_pairs = alone_in_pairs | pairs.get(_key(variant), {})
+        effect = truth.value, truth.standard_error
+        for row in compare(together, *effect, mirrored=in_pairs):
             rows.append(variant | row)
     return table, pd.DataFrame(rows, columns=[*VARIANT, *_quantity("", (0.0, 0.0))])
+
+
+def _mirrored(drawn: pd.DataFrame, swapped: Study) -> pd.DataFrame:
+    """Return half the difference of each estimate and its mirror image, by row of the table."""
+    bernoulli = drawn[drawn["design"].str.startswith("Bernoulli")]
+    count = swapped.n_replications
+    ours = bernoulli[bernoulli["replication"] < count].reset_index(drop=True)
+    theirs = swapped.replications.reset_index(drop=True)
+    half = 0.5 * (ours["value"] - theirs["value"])
+    return ours.assign(value=half, row=ours.index % (len(ours) // count))
+
+
+def _key(variant: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(variant.values())
+
+
+def _by_method(part: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
+    return {str(method): _values(of) for method, of in part.groupby("method", sort=False)}
 
 
 def _values(part: pd.DataFrame) -> NDArray[np.float64]:
@@ -578,7 +664,7 @@ def _variants(
             same = drawn[name].isna() if value is None else (drawn[name] == value).fillna(False)
             unused = drawn["method"].eq("dq_response") & drawn[name].isna()
             inside &= (same | unused).to_numpy(np.bool_)
-        yield variant, {str(m): _values(p) for m, p in drawn[inside].groupby("method", sort=False)}
+        yield variant, _by_method(drawn[inside])
 
 
 def _estimands(
