@@ -33,7 +33,7 @@ import qdq
 pytestmark = pytest.mark.long
 
 FALSE_ALARM = 1e-4
-COMPARISONS = 80  # in the whole file, or fewer
+COMPARISONS = 110  # in the whole file, or fewer
 # A difference of this share of a mean response must not pass.
 RESOLUTION = 0.06
 
@@ -260,16 +260,25 @@ def simpy_runs() -> Iterator[dict[tuple[str, str], list[Future[Row]]]]:
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_another_simulator_finds_the_same_means(name, simpy_runs):
     scenario = scenario_of(name)
-    found = {}
+    found, all_ours = {}, []
     for seed, (which, share) in enumerate(SHARES.items()):
         theirs = np.array([run.result() for run in simpy_runs[name, which]])
         ours = qdq_runs(scenario, share, QDQ_REPLICATIONS, seed)
+        all_ours.append(ours)
         for arm in (0, 1):
             if np.isfinite(theirs[:, arm]).all():
                 one, other = (mean_of(scenario, runs, arm) for runs in (ours, theirs))
                 assert_same(one, other, other.value)
                 found[which, arm] = other
     assert list(found) == [("control", 0), ("treatment", 1), ("mix", 0), ("mix", 1)]
+    # What means were corrected for must itself be right.
+    for column, known in ((2, scenario.total_arrival_rate * WINDOW), (3, scenario.service.mean)):
+        values = np.concatenate([runs[:, column] for runs in all_ours])
+        if np.ptp(values) > 1e-9:
+            error = np.std(values, ddof=1) / math.sqrt(values.size)
+            assert_same(Mean(values.mean(), error, values.size - 1), exactly(known), known)
+        else:
+            assert values[0] == pytest.approx(known, rel=1e-12)
 
     control, treated = found["control", 0], found["treatment", 1]
     error = math.hypot(control.error, treated.error)
