@@ -227,7 +227,7 @@ def relative_rmse(results: pd.DataFrame, coordinates: Sequence[str]) -> Table:
 
 
 def errors(results: pd.DataFrame, coordinates: Sequence[str], unfold: str) -> Blocks:
-    """Return tables of bias, SD, RMSE and coverage with standard errors, to unfold one by one.
+    """Return tables of mean, bias, SD, RMSE and coverage with errors, to unfold one by one.
 
     Parameters
     ----------
@@ -242,7 +242,7 @@ def errors(results: pd.DataFrame, coordinates: Sequence[str], unfold: str) -> Bl
     """
     import pandas as pd
 
-    numbers = {"bias": "bias", "SD": "sd", "RMSE": "rmse", "coverage": "coverage"}
+    numbers = {"mean": "mean", "bias": "bias", "SD": "sd", "RMSE": "rmse", "coverage": "coverage"}
     inside = [name for name in coordinates if name != unfold]
     blocks = {}
     for value, part in results.groupby(unfold, sort=False):

@@ -197,3 +197,57 @@ def test_numbers_are_written_to_the_digits_of_their_error(
     value: float, error: float, text: str
 ) -> None:
     assert figures.with_error(value, error) == text
+
+
+def cells() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Results and quantities of two loads and one pair."""
+    results, quantities = [], []
+    for load in (0.5, 0.95):
+        where = {"load": load, "pair": "1 vs 2"}
+        for method in ("switchback", "dq_mixed", "naive"):
+            numbers = {"mean": -1.0, "bias": 0.25, "sd": 0.5, "rmse": 0.5, "coverage": 0.9}
+            errors = {f"{name}_error": 0.01 for name in numbers}
+            row = {"method": method, "relative_rmse": load / 2}
+            results.append(where | row | numbers | errors)
+        for quantity in ("direct", "slope", "gte", "gte_w", "gte_q", "share_found"):
+            quantities.append(where | {"quantity": quantity, "value": -load, "error": 0.01})
+    return pd.DataFrame(results), pd.DataFrame(quantities)
+
+
+def text_of(html: str) -> list[list[str]]:
+    """Return the cells of each row of the first table."""
+    first = html.split("</table>")[0]
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in first.split("<tr")[1:]]
+
+
+def test_tables_of_a_grid_have_a_row_a_cell() -> None:
+    results, quantities = cells()
+    head, *rows = text_of(figures.estimands(quantities, ["pair", "load"])._repr_html_())
+    assert head == ["pair", "load", "direct effect", "slope", "GTE", "GTE_w", "GTE_q"]
+    assert [row[1] for row in rows] == ["0.5", "0.95"]
+    assert [row[4] for row in rows] == ["-0.500 (0.010)", "-0.950 (0.010)"]
+    head, *rows = text_of(figures.relative_rmse(results, ["load"])._repr_html_())
+    assert head == ["load", "naive", "mixed DQ", "switchback"]
+    assert [row[1] for row in rows] == ["0.250", "0.475"]
+
+
+def test_errors_unfold_a_table_for_each_value_and_keep_the_methods_in_order() -> None:
+    results, _ = cells()
+    html = figures.errors(results, ["pair", "load"], unfold="load")._repr_html_()
+    assert html.count("<details>") == 2
+    assert "<summary>load 0.95</summary>" in html
+    head, *rows = text_of(html)
+    assert head == ["pair", "method", "mean", "bias", "SD", "RMSE", "coverage"]
+    assert [row[1] for row in rows] == ["naive", "mixed DQ", "switchback"]
+    by_pair = figures.errors(results, ["pair", "load"], unfold="pair")
+    assert "<summary>1 vs 2</summary>" in by_pair._repr_html_()
+    assert re.search(r"load +method", repr(by_pair))
+
+
+def test_spread_draws_dq_on_its_own_scale() -> None:
+    methods = ("naive", "dq_mixed", "switchback")
+    frame = pd.DataFrame({"method": methods * 5, "value": np.arange(15.0)})
+    figure = figures.spread(frame, 3.0)
+    labels = [[text.get_text() for text in axes.get_yticklabels()] for axes in figure.axes]
+    assert labels == [["mixed DQ"], ["naive", "switchback"]]
+    plt.close(figure)

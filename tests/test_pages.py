@@ -6,8 +6,8 @@ computed anew, with numpy, from logs that have the arrivals, departures and arms
 
 For this a page defines, in its first cells, `scenarios`: a scenario for each value, or tuple of
 values, of its coordinates, which are columns of `results`; and `seed`. Replication j of a row is
-the log of the seed ``(seed, j)``; all else is in the row. Where a row has mirrored pairs, its bias is
-by half the difference to as many logs with the arms swapped.
+the log of the seed ``(seed, j)``; all else is in the row. Where a row has mirrored pairs, its bias
+is by half the difference to as many logs with the arms swapped.
 """
 
 from __future__ import annotations
