@@ -108,6 +108,14 @@ def test_errors_are_the_jackknifes(name, truth, law):
     assert error == pytest.approx(jackknife, rel=1e-9 if exact else 0.02)
 
 
+@pytest.mark.parametrize("truth", [1.2, 0.65])
+@pytest.mark.parametrize("name", CALLS)
+def test_signs_do_not_matter(name, truth):
+    # Effects are mostly negative.
+    x, y = estimates(skewed, np.random.default_rng(12), 50)
+    assert CALLS[name](-x, -y, -truth, 0.3) == CALLS[name](x, y, truth, 0.3)
+
+
 def test_pairs_matter():
     x, y = estimates(normal, np.random.default_rng(10), 400)
     for function in (bias_cut, rmse_ratio):
@@ -422,20 +430,19 @@ def test_both_precisions_count_and_the_budget_holds(precisions, most, monkeypatc
 
 def test_the_bias_of_inverse_propensity_need_not_be_precise(monkeypatch):
     monkeypatch.setattr(module, "_SD_PRECISION", 1e9)
+    monkeypatch.setattr(module, "_BIAS_PRECISION", 1e9)
     counts = {"n_replications": 8, "max_replications": 30}
     options = {"designs": [qdq.Bernoulli(0.5)], "truth": qdq.true_effect(SYSTEM), "horizon": 20}
-    alone = module.precise_study(SYSTEM, 500, 6, **options, **counts)
-    table = alone.table.query("method != 'naive'")
-    monkeypatch.setattr(
-        module,
-        "_BIAS_PRECISION",
-        1.01 * float(alone.table["mean_error"].max() / abs(alone.truth.value)),
-    )
-    assert len(table) == 3
-    both = module.precise_study(
-        SYSTEM, 500, 6, normalise=["group_means", "inverse_propensity"], **options, **counts
-    )
-    assert alone.n_replications == both.n_replications
+    options |= {"normalise": ["group_means", "inverse_propensity"]}
+    study = module.precise_study(SYSTEM, 500, 6, **options, **counts)
+    inverse = study.table["normalise"].eq("inverse_propensity").fillna(False).astype(bool)
+    errors = study.table["mean_error"] / abs(study.truth.value)
+    means, others = errors[~inverse].max(), errors[inverse].max()
+    assert others > 1.5 * means
+    for precision, enough in ((1.01 * means, True), (0.99 * means, False)):
+        monkeypatch.setattr(module, "_BIAS_PRECISION", precision)
+        again = module.precise_study(SYSTEM, 500, 6, **options, **counts)
+        assert (again.n_replications == 8) == enough
 
 
 def test_what_is_said_of_precision(grid):

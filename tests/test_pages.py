@@ -1,8 +1,9 @@
 """Rows of each scenario page's table, computed a second time from the definitions alone.
 
 Every page runs with the values of book/params/smoke.yml. From the table `results` that it
-publishes, a seeded draw takes a row of each method; its mean and spread over replications are
-computed anew, with numpy, from logs that have the arrivals, departures and arms of its scenario.
+publishes, a seeded draw takes a row of each method and arrival rate; its mean and spread over
+replications are computed anew, with numpy, from logs that have the arrivals, departures and arms of
+its scenario.
 
 For this a page defines, in its first cells, `scenarios`: a scenario for each value, or tuple of
 values, of its coordinates, which are columns of `results`; and `seed`. Replication j of a row is
@@ -217,7 +218,8 @@ def test_a_row_of_each_method_from_the_definitions(page, runs, monkeypatch):
     names = first_cells(page)
     columns, scenarios = scenarios_by_columns(names, page, results)
     draw = np.random.default_rng(zlib.crc32(page.encode()))
-    for method, part in results[results["sd"].notna()].groupby("method", sort=False):
+    kinds = results[results["sd"].notna()].groupby(["method", "arrival_rate"], dropna=False)
+    for (method, _), part in kinds:
         row = next(part.iloc[[draw.integers(len(part))]].itertuples(index=False))
         scenario = scenarios[tuple(getattr(row, name) for name in columns)]
         design = eval(row.design, {name: getattr(qdq, name) for name in qdq.__all__})
