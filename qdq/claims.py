@@ -377,14 +377,15 @@ def _condition(page: str, cells: pd.DataFrame) -> str:
     ]
     best: tuple[int, str] = (0, "")
     for size in (1, 2):
-        for chosen in itertools.combinations(names, size):
+        for chosen in itertools.permutations(names, size):
             key = pd.Series(list(zip(*(cells[name] for name in chosen), strict=True)), cells.index)
             good = [
                 k for k in dict.fromkeys(key) if holds[key == k].any() and not fails[key == k].any()
             ]
             covered = int(holds[key.isin(good)].sum())
-            if covered > best[0]:
-                best = covered, _listed(chosen, good, set(cells[chosen[-1]]))
+            text = _listed(chosen, good, set(cells[chosen[-1]])) if good else ""
+            if covered > best[0] or (covered == best[0] and len(text) < len(best[1])):
+                best = covered, text
         if best[0] == holds.sum():
             break
     covered, text = best

@@ -250,8 +250,9 @@ def agreement(name: str, found: pd.DataFrame | None, expected: pd.DataFrame) -> 
     same = near = apart = 0
     for column in expected:
         here, there = found[column].to_numpy(object), expected[column].to_numpy(object)
-        both_missing = pd.isna(here) & pd.isna(there)
-        equal = both_missing | (here == there)
+        equal = pd.isna(here) & pd.isna(there)
+        both = ~pd.isna(here) & ~pd.isna(there)
+        equal[both] = here[both] == there[both]
         same += int(equal.sum())
         error = "error" if column == "value" else f"{column}_error"
         if error in expected:
@@ -262,7 +263,7 @@ def agreement(name: str, found: pd.DataFrame | None, expected: pd.DataFrame) -> 
         elif pd.api.types.is_numeric_dtype(expected[column]):
             # No error of its own: it may go with the numbers of its row that have one.
             close = ~equal & (found[column].notna() & expected[column].notna()).to_numpy()
-            close &= _near(here, there)
+            close[close] = _near(here[close], there[close])
         else:
             close = np.zeros(len(equal), np.bool_)
         near += int(close.sum())

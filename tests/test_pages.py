@@ -168,8 +168,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[F
     pool.shutdown(cancel_futures=True)
 
 
-def first_cells(page: str) -> dict[str, Any]:
-    """Run a page's cells, with its quick values, until there are scenarios."""
+def first_cells(page: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Run a page's cells, with these parameters, until there are scenarios."""
     names: dict[str, Any] = {"__name__": "__main__"}
     notebook = nbformat.read(PROJECT / "book" / "scenarios" / f"{page}.ipynb", as_version=4)
     with mpl.rc_context():
@@ -177,7 +177,7 @@ def first_cells(page: str) -> dict[str, Any]:
             if cell.cell_type == "code":
                 exec(compile(cell.source, f"{page}.ipynb", "exec"), names)
                 if "parameters" in cell.metadata.get("tags", ()):
-                    names |= SMOKE[page]
+                    names |= values
                 if "scenarios" in names:
                     return names
     raise AssertionError(f"{page} has no scenarios")
@@ -215,7 +215,7 @@ def test_a_row_of_each_method_from_the_definitions(page, runs, monkeypatch):
     assert {f"{page}.results", f"{page}.quantities"} <= set(tables)
     results = tables[f"{page}.results"]
     monkeypatch.chdir(PROJECT / "book" / "scenarios")
-    names = first_cells(page)
+    names = first_cells(page, SMOKE[page])
     columns, scenarios = scenarios_by_columns(names, page, results)
     draw = np.random.default_rng(zlib.crc32(page.encode()))
     kinds = results[results["sd"].notna()].groupby(["method", "arrival_rate"], dropna=False)
