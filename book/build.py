@@ -416,7 +416,7 @@ def keep_tables(root: Path, only: list[str], chosen_set: str, jobs: int) -> None
 
 
 def publishes(root: Path, page: Page) -> bool:
-    return "from qdq.publish import" in (root / page.path).read_text("utf-8")
+    return "publish(" in (root / page.path).read_text("utf-8")
 
 
 def verify(root: Path, jobs: int) -> bool:
