@@ -32,7 +32,7 @@ def notebook_of(page: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("chosen", "page"), KEPT, ids="-".join)
+@pytest.mark.parametrize(("chosen", "page"), KEPT, ids=["-".join(key) for key in KEPT])
 def test_what_is_kept_was_made_by_this_source(chosen: str, page: str) -> None:
     stamp = KEPT[chosen, page].stamp
     now = publish.stamp(notebook_of(page), stamp["parameters"])
@@ -43,7 +43,7 @@ def test_what_is_kept_was_made_by_this_source(chosen: str, page: str) -> None:
     assert "/" not in text
 
 
-@pytest.mark.parametrize(("chosen", "page"), KEPT, ids="-".join)
+@pytest.mark.parametrize(("chosen", "page"), KEPT, ids=["-".join(key) for key in KEPT])
 def test_what_is_kept_has_the_parameters_of_its_set(chosen: str, page: str) -> None:
     pages = build.read_pages(ROOT)
     values = build.choose_values(pages, ROOT, chosen, [])[page]
@@ -56,7 +56,7 @@ GRIDS = [key for key in KEPT if key[1] != "haproxy"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("chosen", "page"), GRIDS, ids="-".join)
+@pytest.mark.parametrize(("chosen", "page"), GRIDS, ids=["-".join(key) for key in GRIDS])
 def test_a_row_that_is_kept_comes_out_again_at_reduced_size(
     chosen: str, page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
