@@ -268,16 +268,13 @@ def said(page: str, quantities: pd.DataFrame, rules: Mapping[str, Any] | None = 
     for claim, rule in rules["claims"].items():
         if page in rule.get("pages", ()):
             found = verdict(claim, {page: quantities}, rules)
-            parts = "; ".join(found.figures())
             says, reading = (text.replace("*", r"\*") for text in (found.says, found.reading))
-            line = f"- **{claim}.** *{says}* {reading} {found.counted()}"
+            line = f"- **{claim}.** *{says}* {reading} **{found.counted()}**"
             if found.status == SOMETIMES:
-                line += (
-                    f" It holds with {'; '.join(c.split(': ', 1)[-1] for c in found.conditions())}."
-                )
-            if parts:
-                line += f" In numbers: {parts}."
+                where = "; ".join(c.split(": ", 1)[-1] for c in found.conditions())
+                line += f" It holds where: {where}."
             lines.append(line)
+            lines += [f"  - {_capital(figure)}." for figure in found.figures()]
     return "\n".join(lines)
 
 

@@ -170,11 +170,12 @@ def test_conditions_are_sought_in_one_column_then_in_two_and_else_counted() -> N
 
 def test_what_is_said_of_a_page_names_counts_and_numbers() -> None:
     text = claims.said("one", shares(0.5, 0.6, 1.5), RULES)
-    first = text.splitlines()[0]
+    first, second, *_ = text.splitlines()
     assert first.startswith("- **C1.** *The naive estimator understates.*")
-    assert "It holds in 2 of 3 cells and fails in 1." in first
-    assert "It holds with load 0 or 0.1." in first
-    assert "0.500 (0.010) to 1.500 (0.010), median 0.600 (0.010)" in first
+    assert "**It holds in 2 of 3 cells and fails in 1.**" in first
+    assert "It holds where: load 0 or 0.1." in first
+    numbers = "is 0.500 (0.010) to 1.500 (0.010), median 0.600 (0.010)."
+    assert second == f"  - The share of the effect that naive finds {numbers}"
     assert "C3" not in text
 
 
