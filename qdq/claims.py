@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from qdq import publish
+from qdq.figures import METHODS, with_error
 from qdq.grid import VARIANT
 from qdq.provenance import numbers_hash
 
@@ -50,15 +51,11 @@ _QUANTITIES = {
     "correlation": "the correlation of the two sums",
     "log_rmse_loss": "the log of the RMSE of {method} at the default horizon over the lowest",
 }
-_METHODS = {
-    "naive": "naive",
-    "server_split": "server split",
-    "dq_queue": "qDQ",
-    "dq_response": "wDQ",
-    "dq_mixed": "mixed DQ",
-    "switchback": "switchback",
-    "fixed_alpha": "the best fixed weight",
-}
+_OTHERS = {"fixed_alpha": "the best fixed weight"}  # that figures do not draw
+
+
+def _label(method: str) -> str:
+    return METHODS[method].label if method in METHODS else _OTHERS.get(method, method)
 
 
 def read(path: str | Path | None = None) -> dict[str, Any]:
@@ -138,8 +135,8 @@ class Verdict:
         for _, part in self.parts.groupby("part", sort=False):
             first = part.iloc[0]
             name = _QUANTITIES.get(first["quantity"], first["quantity"]).format(
-                method=_METHODS.get(first["method"], first["method"]),
-                against=_METHODS.get(first["against"], first["against"]),
+                method=_label(first["method"]),
+                against=_label(first["against"]),
             )
             yield f"{name} is {ranged(part['value'], part['error'])}"
 
@@ -149,17 +146,10 @@ def ranged(values: pd.Series, errors: pd.Series) -> str:
     order = values.astype(float).to_numpy().argsort()
     value, error = (x.astype(float).to_numpy()[order] for x in (values, errors))
     if len(value) == 1:
-        return _with_error(value[0], error[0])
+        return with_error(value[0], error[0])
     middle = (len(value) - 1) // 2
-    low, centre, high = (_with_error(value[i], error[i]) for i in (0, middle, len(value) - 1))
+    low, centre, high = (with_error(value[i], error[i]) for i in (0, middle, len(value) - 1))
     return f"{low} to {high}, median {centre}"
-
-
-def _with_error(value: float, error: float) -> str:
-    if not error > 0.0:
-        return f"{value:.3g}"
-    decimals = min(max(1 - math.floor(math.log10(error)), 0), 4)
-    return f"{value:.{decimals}f} ({error:.{decimals}f})"
 
 
 def verdict(
