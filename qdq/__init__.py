@@ -70,6 +70,8 @@ from qdq.estimators import (
     switchback,
 )
 from qdq.exact import TrueEffect, true_effect
+from qdq.online import OnlineEstimator
+from qdq.plan import Plan, plan
 from qdq.policies import (
     JoinIdleQueue,
     JoinShortestQueue,
@@ -79,6 +81,7 @@ from qdq.policies import (
     ShortestExpectedDelay,
     UserPolicy,
 )
+from qdq.randomisation import RandomisationTest, randomisation_test
 from qdq.scenario import (
     ArrivalTrace,
     Deterministic,
@@ -108,10 +111,13 @@ __all__ = [
     "JoinShortestQueue",
     "LeastWorkLeft",
     "LogNormal",
+    "OnlineEstimator",
     "Pareto",
     "Periodic",
+    "Plan",
     "Poisson",
     "PowerOfD",
+    "RandomisationTest",
     "RoundRobin",
     "Scenario",
     "ServerSplit",
@@ -127,6 +133,8 @@ __all__ = [
     "dq_response",
     "estimate",
     "naive",
+    "plan",
+    "randomisation_test",
     "replay",
     "replicate",
     "run_study",

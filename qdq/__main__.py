@@ -20,21 +20,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 import qdq
-from qdq import inference
-from qdq.designs import Bernoulli
-from qdq.estimators import NORMALISATIONS, QUEUES, estimate
+from qdq import inference, trust
+from qdq.estimators import NORMALISATIONS, QUEUES, VARIANCES, estimate
+from qdq.horizon import RULES
 from qdq.tasklog import TaskLog
+from qdq.trust import by_task, unit_of
 
 PROGRAM = "python -m qdq"
-
-# What the advice counts as remarkable. The checks stand in the output, so that readers can judge
-# by other bounds.
-SUSPICIOUS_RATIO = 0.001  # p-value; intended and found shares of treatment
-SUSPICIOUS_RATE = 0.01  # p-value; constant arrival rate
-SUSPICIOUS_SHARE = 0.05  # of all response time, in the largest 0.1 % of tasks
-SUSPICIOUS_UNLOGGED = 0.005  # of the number in system, in tasks that the log lacks
-SUSPICIOUS_EDGE = 0.01  # of all response time, beyond the log's ends
-FEW_HORIZONS = 200  # windows side by side
 
 EXAMPLE = f"""\
 example:
@@ -77,10 +69,11 @@ def _parser() -> tuple[_Parser, _Parser]:
     add("--format", choices=("csv", "parquet", "haproxy"), help="default: by the file's name")
     add(
         "--horizon",
-        type=int,
+        type=_horizon,
         metavar="L",
-        help="arrivals over which the effect of a task is followed; default: those of 30 mean "
-        "service times, if the log has service times",
+        help="arrivals over which the effect of a task is followed, or the rule that is to choose "
+        "them, rmse or coverage; default: those of 30 mean service times, if the log has service "
+        "times, else coverage",
     )
     add(
         "--propensity",
@@ -101,6 +94,12 @@ def _parser() -> tuple[_Parser, _Parser]:
         default="group_means",
         metavar="N",
         help=f"{' or '.join(NORMALISATIONS)} (needs --propensity); default: %(default)s",
+    )
+    add(
+        "--variance",
+        choices=VARIANCES,
+        metavar="V",
+        help=f"standard errors by {', '.join(VARIANCES)}; default: hac",
     )
     add(
         "--skip",
@@ -130,9 +129,8 @@ def _parser() -> tuple[_Parser, _Parser]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _by_task(log: TaskLog) -> bool:
-    """Whether the arm was drawn for each task by itself."""
-    return isinstance(log.design, Bernoulli) or (log.design is None and log.period is None)
+def _horizon(text: str) -> int | str:
+    return text if text in RULES else int(text)
 
 
 def _refuse_lack(log: TaskLog, options: argparse.Namespace) -> None:
@@ -141,15 +139,6 @@ def _refuse_lack(log: TaskLog, options: argparse.Namespace) -> None:
         raise ValueError(
             "--normalise inverse_propensity needs --propensity, the intended probability of "
             "treatment"
-        )
-    known = log.scenario is not None or log.service_time is not None
-    if options.horizon is None and _by_task(log) and not known:
-        span = float(log.arrival[-1] - log.arrival[0])
-        rate = f" ({log.n_tasks / span:.4g} a {_time(log)})" if span > 0.0 else ""
-        raise ValueError(
-            "--horizon is needed, as the log has no service times: give the number of "
-            f"arrivals{rate} over which to follow a task's effect, say those of 30 mean service "
-            "times"
         )
 
 
@@ -195,152 +184,9 @@ def _mean(values: np.ndarray[Any, Any]) -> float | None:
     return float(values.mean()) if values.size else None
 
 
-def _check(log: TaskLog) -> dict[str, Any]:
-    """Run the checks; each holds its figures, and `passed` (None: it could not be made)."""
-    ratio: dict[str, Any] = {"propensity": log.propensity, "p_value": None, "passed": None}
-    if log.propensity is not None and _by_task(log):
-        p = inference.sample_ratio_p_value(
-            int(np.count_nonzero(log.treated)), log.n_tasks, log.propensity
-        )
-        ratio |= {"p_value": p, "passed": p >= SUSPICIOUS_RATIO}
-    rate: dict[str, Any] = dict.fromkeys(("bins", "dispersion", "variation", "p_value", "passed"))
-    test = inference.constant_rate(log.arrival)
-    if test is not None:
-        rate = test._asdict() | {"passed": test.p_value >= SUSPICIOUS_RATE}
-    law = inference.littles_law(log.arrival, log.departure, log.in_system, log.carried_over[:, 2])
-    seen = log.in_system is not None
-    complete = abs(law.unlogged) < SUSPICIOUS_UNLOGGED and abs(law.edge) < SUSPICIOUS_EDGE
-    little = {
-        "source": "in_system" if seen else "logged tasks",
-        "number_in_system": law.number_in_system,
-        "rate_times_response": law.rate_times_response,
-        "relative_difference": law.number_in_system / law.rate_times_response - 1.0,
-        "edge": law.edge,
-        "unlogged": law.unlogged if seen else None,
-        "found_on_arrival": law.found_on_arrival,
-        "passed": complete,
-    }
-    share = inference.share_of_largest(log.response_time)
-    tail = {"share_of_largest_thousandth": share, "passed": share < SUSPICIOUS_SHARE}
-    return {"sample_ratio": ratio, "constant_rate": rate, "littles_law": little, "tail": tail}
-
-
-# --------------------------------------------------------------------------------------------------
-# When not to trust the estimates
-# --------------------------------------------------------------------------------------------------
-
-
-def _advise(
-    log: TaskLog, known: dict[str, Any], checks: dict[str, Any], rows: list[dict[str, Any]]
-) -> list[str]:
-    """Return what speaks against the estimates, the weightiest first."""
-    estimates = {row["method"]: row for row in rows}
-    mixed = estimates.get("dq_mixed")
-    advice = []
-    if checks["sample_ratio"]["passed"] is False:
-        advice.append(
-            f"The share of treated tasks, {known['treated_share']:.4g}, is not what was intended, "
-            f"{log.propensity:.4g}. Find out why before you read on: whatever lost or moved tasks "
-            "of one arm biases every estimate."
-        )
-    if mixed is not None:
-        load = "" if known["load"] is None else f" (the load here is {known['load']:.2f})"
-        advice.append(
-            "The DQ estimates aim at the slope of the mean response at the present share of "
-            "treatment, followed over the horizon, and not at the effect of full deployment. Where "
-            f"the mean response bends with the share, as it does at high load{load}, they may miss "
-            "much of the effect, and no longer log mends that."
-        )
-        advice.append(
-            "The naive estimate compares tasks that met the same queues. It leaves out what each "
-            "arm does to the queues, and its interval does not allow for that."
-        )
-        naive = estimates["naive"]
-        apart = abs(mixed["value"] - naive["value"])
-        if mixed["standard_error"] == 0.0:
-            advice.append(
-                "The mixed estimate has a standard error of zero: the windows of an arm are all "
-                "alike, so this log cannot show an effect, nor how far off the estimate is."
-            )
-        elif mixed["low"] <= naive["value"] <= mixed["high"]:
-            advice.append(
-                "This log cannot tell the mixed estimate from the naive one: they differ by "
-                f"{apart / mixed['standard_error']:.1f} standard errors of the mixed one. The "
-                "standard error falls with the root of the number of tasks, and grows with the "
-                "horizon."
-            )
-        if not 0.0 <= mixed["alpha"] <= 1.0:
-            advice.append(
-                f"The mixture extrapolates: its weight of the response is {mixed['alpha']:.2f}, "
-                "outside 0 to 1. Its bias then need not lie between those of its parts."
-            )
-        horizons = mixed["n_used"] / mixed["horizon"]
-        if horizons < FEW_HORIZONS:
-            advice.append(
-                f"The log is short: {horizons:.0f} horizons side by side, and the intervals hold "
-                "for many."
-            )
-    rate, little = checks["constant_rate"], checks["littles_law"]
-    if rate["passed"] is False:
-        constant = any(row["arrival_rate"] for row in rows)
-        advice.append(
-            f"Arrivals are not Poisson at a constant rate: counts in {rate['bins']} bins vary "
-            f"{rate['dispersion']:.3g} times as much as they should (a rate that varies by "
-            f"{100 * rate['variation']:.2g} %, or bursts)."
-        )
-        if constant:
-            advice[-1] += (
-                " Arrivals then oversample busy times (they found "
-                f"{little['found_on_arrival']:.4g} tasks, the time average is "
-                f"{little['number_in_system']:.4g}) and dq_queue is biased: use --queue "
-                "time_average, which needs no rate."
-            )
-    tail = checks["tail"]
-    if not tail["passed"]:
-        advice.append(
-            f"Response times have a heavy tail: the largest 0.1 % of tasks hold "
-            f"{100 * tail['share_of_largest_thousandth']:.1f} % of all response time. A few tasks "
-            "can decide the result, and the intervals are likely to be too short."
-        )
-    if little["unlogged"] is not None and abs(little["unlogged"]) >= SUSPICIOUS_UNLOGGED:
-        advice.append(
-            f"Of the tasks that were counted in the system, {100 * little['unlogged']:.2g} % are "
-            "not in the log: lines were lost, or the log was cut out of running traffic."
-            if little["unlogged"] > 0.0
-            else "Fewer tasks were counted in the system than the log holds: its column in_system "
-            "counts something else, or departures are logged late."
-        )
-    if abs(little["edge"]) >= SUSPICIOUS_EDGE:
-        advice.append(
-            f"The log's ends weigh {100 * abs(little['edge']):.2g} % of all response time: it is "
-            "short against the response times, or was cut."
-        )
-    if log.scenario is None and log.skip == 0.0:
-        scale, unit, _ = _unit(log)
-        longest = f"{scale * known['longest_response']:.4g} {unit}".rstrip()
-        advice.append(
-            "The log is taken to start with an empty system, and nothing was skipped. If it did, "
-            "leave out the time until queues were as usual (--skip); if traffic was running, at "
-            f"least the longest response time, {longest}."
-        )
-    if mixed is not None and known["load"] is None:
-        advice.append(
-            "The load is not known (it takes the columns service_time and server): judge for "
-            "yourself how near to saturation the servers were."
-        )
-    return advice
-
-
 # --------------------------------------------------------------------------------------------------
 # Printing
 # --------------------------------------------------------------------------------------------------
-
-
-def _unit(log: TaskLog) -> tuple[float, str, str]:
-    """Return the table's scale, the unit's short name, and how to speak of it."""
-    if log.time_unit == "s":
-        return 1000.0, "ms", "ms"
-    return 1.0, log.time_unit or "", log.time_unit or "the file's unit"
 
 
 def _p(value: float) -> str:
@@ -385,11 +231,20 @@ def _check_lines(log: TaskLog, known: dict[str, Any], checks: dict[str, Any]) ->
     share = f"{100 * known['treated_share']:.2f} % treated"
     if ratio["p_value"] is not None:
         said = f"{share}, {100 * ratio['propensity']:g} % intended; {_p(ratio['p_value'])}"
-    elif _by_task(log):
+    elif by_task(log):
         said = f"{share}; not checked without --propensity"
     else:
         said = f"{share}; not checked: the arm was not drawn task by task"
     rows = [("sample ratio", ratio["passed"], said)]
+    arms = checks["independent_arms"]
+    if arms["p_value"] is None:
+        said = "not checked"
+    else:
+        said = (
+            f"arms up to {arms['lags']} tasks apart are correlated by at most "
+            f"{arms['largest_correlation']:+.2g}; {_p(arms['p_value'])}"
+        )
+    rows.append(("drawn arms", arms["passed"], said))
     if rate["p_value"] is None:
         said = f"not checked: it takes {2 * inference.ARRIVALS_PER_BIN + 2} tasks"
     else:
@@ -398,9 +253,19 @@ def _check_lines(log: TaskLog, known: dict[str, Any], checks: dict[str, Any]) ->
             f"much as at a constant rate; {_p(rate['p_value'])}"
         )
     rows.append(("constant rate", rate["passed"], said))
+    feedback = checks["feedback"]
+    if feedback["p_value"] is None:
+        said = "not checked"
+    else:
+        said = (
+            "tasks found and the time to the next arrival are correlated by "
+            f"{feedback['correlation']:+.2g}, {_p(feedback['p_value'])} for more than 0"
+        )
+    rows.append(("no feedback", feedback["passed"], said))
     differ, edge = (100 * little[name] for name in ("relative_difference", "edge"))
     said = (
-        f"{little['number_in_system']:.4g} tasks in system; arrival rate x mean response is "
+        f"{little['number_in_system']:.4g} tasks in system (standard error "
+        f"{little['number_in_system_error']:.2g}); arrival rate x mean response is "
         f"{little['rate_times_response']:.4g}. They differ by {differ:+.3f} %: {edge:+.3f} % from "
         "the log's ends, "
     )
@@ -411,9 +276,18 @@ def _check_lines(log: TaskLog, known: dict[str, Any], checks: dict[str, Any]) ->
     rows.append(("Little's law", little["passed"], said))
     said = (
         f"the largest 0.1 % of tasks hold {100 * tail['share_of_largest_thousandth']:.1f} % of all "
-        "response time"
+        f"response time; tail index {tail['hill_index']:.2g} ({tail['hill_index_error']:.1g})"
     )
     rows.append(("tail", tail["passed"], said))
+    end = checks["complete_end"]
+    if end["p_value"] is None:
+        said = "not checked: the queues ran empty, or the log is too short"
+    else:
+        said = (
+            f"{end['arrived']} tasks arrived before the end where {end['expected']:.0f} are usual; "
+            f"{_p(end['p_value'])}"
+        )
+    rows.append(("whole end", end["passed"], said))
     lines = []
     for name, passed, said in rows:
         verdict = {True: "ok", False: "LOOK", None: "-"}[passed]
@@ -436,7 +310,7 @@ def _report(
     level: float,
 ) -> str:
     """Return the whole text, at most 80 columns wide but for the name of the file."""
-    scale, short, unit = _unit(log)
+    scale, short, unit = unit_of(log)
     lines = [
         os.path.basename(path),
         f"  {known['n_tasks']:,} tasks in {known['span']:.4g} {log.time_unit or 'units of time'}, "
@@ -476,7 +350,7 @@ def _report(
         lines[-1] += ","
         lines.append(f"      queue {last['queue']}{rate}, weight alpha {last['alpha']:.3f}")
     lines += ["", "Checks of the log", "", *_check_lines(log, known, checks)]
-    advice = _advise(log, known, checks, rows)
+    advice = trust.advice(log, known, checks, rows)
     if advice:
         lines += ["", "When not to trust this", ""]
         for item in advice:
@@ -539,6 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 queue=options.queue,
                 arrival_rate=None,
                 level=options.level,
+                variance=options.variance,
             )
             lost = ~np.isfinite(frame[["value", "standard_error"]].to_numpy()).all(axis=1)
             if lost.any():
@@ -548,7 +423,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "a wrong one"
                 )
             rows: list[dict[str, Any]] = _json_native(frame.to_dict("records"))
-            checks = _check(log)
+            checks = trust.checks(log)
         except OSError as error:
             command.error(f"{options.log}: {error.strerror or error}")
         except (TypeError, ValueError) as error:
@@ -556,8 +431,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for warning in caught:
         print(f"{command.prog}: warning: {' '.join(str(warning.message).split())}", file=sys.stderr)
     if options.json:
-        checks["advice"] = _advise(log, known, checks, rows)
-        result = {"log": known, "checks": checks, "estimates": rows}
+        advice = trust.advice(log, known, checks, rows)
+        result = {"log": known, "checks": checks | {"advice": advice}, "estimates": rows}
         text = json.dumps(_json_native(result), allow_nan=False, indent=2)
     else:
         text = _report(options.log, log, known, checks, rows, options.level)

@@ -123,7 +123,7 @@ class ServerSplit(Design):
                 f"n_servers={n} is too few for {self!r}: each arm needs at least {fewest} servers "
                 f"of its own"
             )
-        count = min(max(round(self.share * n), fewest), n - fewest)
+        count = self._count(scenario)
         draw = np.random.Generator(np.random.Philox(stream))
         order = np.lexsort((draw.random(n), scenario.rates))
         # Multiples of n, so that the count is exact whatever the start.
@@ -131,6 +131,17 @@ class ServerSplit(Design):
         treated = np.zeros(n, dtype=np.bool_)
         treated[order[np.diff(steps) > 0]] = True
         return treated
+
+    def _count(self, scenario: Scenario) -> int:
+        """Return how many servers treatment gets."""
+        n = scenario.n_servers
+        fewest = max(scenario.control.min_servers, scenario.treatment.min_servers)
+        return min(max(round(self.share * n), fewest), n - fewest)
+
+    def equal_groups(self, scenario: Scenario) -> bool:
+        """Whether both arms get the same servers, in number and in rates, whatever the draw."""
+        equal_rates = bool(np.ptp(scenario.rates) == 0.0)
+        return equal_rates and 2 * self._count(scenario) == scenario.n_servers
 
     def check_stable(self, scenario: Scenario, treated_servers: NDArray[np.bool_]) -> None:
         """Refuse a split in which the demand on one of the two groups exceeds what it can serve.

@@ -20,6 +20,7 @@ Tasks that arrive before the log's ``skip`` open no window and enter no mean; th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +31,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from qdq import inference, kernels, validation
+from qdq import horizon as horizons
+from qdq import inference, kernels, trust, validation
 from qdq.designs import AllControl, AllTreatment, Bernoulli, Design, ServerSplit, Switchback
 from qdq.inference import ConfidenceInterval
 from qdq.scenario import ArrivalTrace, Periodic, Scenario
@@ -47,6 +49,7 @@ ArrivalRate: TypeAlias = (
 NORMALISATIONS = ("group_means", "inverse_propensity")
 QUEUES = ("in_system", "including_self", "waiting", "time_average")
 RATES = ("estimated", "window", "scenario")
+VARIANCES = ("score", "hac", "batch_means", "jackknife")
 
 _DQ = ("dq_response", "dq_queue", "dq_mixed")
 METHODS_OF: dict[type[Design], tuple[str, ...]] = {
@@ -55,6 +58,12 @@ METHODS_OF: dict[type[Design], tuple[str, ...]] = {
     ServerSplit: ("server_split",),
     AllControl: (),
     AllTreatment: (),
+}
+VARIANCE_OF = {
+    "naive": "hac",
+    **dict.fromkeys(_DQ, "hac"),
+    "switchback": "hac",
+    "server_split": "hac",
 }
 METHODS = tuple(name for names in METHODS_OF.values() for name in names)
 
@@ -75,6 +84,9 @@ _COLUMNS = {
 
 FEW_PERIODS = 10
 
+# The longest horizon that a rule considers, in default ones of the scenario.
+MOST_DEFAULTS = 64
+
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Estimate:
@@ -94,8 +106,14 @@ class Estimate:
     """Of the standard error; infinite where the interval is the normal law's."""
     n_used: int
     """Tasks (naive, switchback, split) or windows (DQ) that enter."""
+    variance: str
+    """How the standard error was found, as in `estimate`."""
     horizon: int | None = None
     """L, the number of arrivals that a window spans."""
+    rule: str | None = None
+    """What chose the horizon, "rmse" or "coverage"; None if it was given or is the default."""
+    memory: horizons.Memory | None = None
+    """How long the log's queues remember, found when it is asked for."""
     alpha: float | None = None
     """Weight of the response in the mixture; outside [0, 1] the mixture extrapolates."""
     normalise: str | None = None
@@ -133,6 +151,17 @@ class Estimate:
             self.value, self.standard_error, self.degrees_of_freedom, level
         )
 
+    @property
+    def truncation(self) -> float | None:
+        """Share of the response to a decision that is thought to come after the horizon.
+
+        Read off how long responses stay correlated, see `horizon.Decay`; None for estimates that
+        were made without a log at hand, such as online ones.
+        """
+        if self.memory is None or self.horizon is None:
+            return None
+        return float(self.memory.decay.remaining_at(self.horizon))
+
     def to_frame(self) -> pd.DataFrame:
         """Return the estimate as a frame of one row, with the columns of `estimate`."""
         return frame_of([self])
@@ -146,6 +175,10 @@ class Estimate:
                 said.append(
                     f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
                 )
+        if self.rule is not None:
+            said[1] += f" by the rule {self.rule!r}"
+        if self.truncation is not None:
+            said[1] += f", about {100 * self.truncation:.2g} % of the response beyond it"
         return ", ".join(said)
 
     def __repr__(self) -> str:
@@ -166,8 +199,8 @@ class Estimate:
         return f"<table><caption>{escape(self.method)}</caption><tbody>{rows}</tbody></table>"
 
 
-def naive(log: TaskLog, *, level: float = 0.95) -> Estimate:
-    """Difference of the arms' mean response times, with a batch-means standard error.
+def naive(log: TaskLog, *, level: float = 0.95, variance: str | None = None) -> Estimate:
+    """Difference of the arms' mean response times.
 
     Parameters
     ----------
@@ -175,6 +208,8 @@ def naive(log: TaskLog, *, level: float = 0.95) -> Estimate:
         Of a Bernoulli experiment, or from outside.
     level : float, default 0.95
         Confidence level.
+    variance : str, optional
+        How the standard error is found, as for `estimate`.
 
     Returns
     -------
@@ -187,15 +222,16 @@ def naive(log: TaskLog, *, level: float = 0.95) -> Estimate:
     TypeError, ValueError
         If an argument is wrong, the log is of another design, or an arm is empty.
     """
-    return estimates_of(log, ["naive"], level=level)[0]
+    return estimates_of(log, ["naive"], level=level, variance=variance)[0]
 
 
 def dq_response(
     log: TaskLog,
     *,
-    horizon: int | None = None,
+    horizon: int | str | None = None,
     normalise: str = "group_means",
     level: float = 0.95,
+    variance: str | None = None,
 ) -> Estimate:
     """Difference in truncated sums of response times (wDQ).
 
@@ -203,15 +239,20 @@ def dq_response(
     ----------
     log : TaskLog
         Of a Bernoulli experiment, or from outside.
-    horizon : int, optional
-        L, the number of arrivals that a window spans, from 1 to below the number of tasks. By
-        default ``floor(30 N lam)`` of the log's scenario; for a log from outside ``floor(30 * rate
-        * mean service time)`` with the estimated arrival rate, if it has service times.
+    horizon : int or {"rmse", "coverage"}, optional
+        L, the number of arrivals that a window spans, from 1 to below the number of tasks, or the
+        rule that chooses it, for each method by itself: ``"rmse"`` weighs bias against variance,
+        ``"coverage"`` takes the least horizon whose remaining bias is below a quarter of the
+        standard error (see `horizon.choose`). By default ``floor(30 N lam)`` of the log's scenario;
+        for a log from outside ``floor(30 * rate * mean service time)`` with the estimated arrival
+        rate, if it has service times, else ``"coverage"``.
     normalise : {"group_means", "inverse_propensity"}, default "group_means"
         Difference of the arms' means, or mean of ``(Z/p - (1 - Z)/(1 - p)) Q`` with the log's known
         propensity p.
     level : float, default 0.95
         Confidence level.
+    variance : str, optional
+        How the standard error is found, as for `estimate`.
 
     Returns
     -------
@@ -227,23 +268,26 @@ def dq_response(
     ----------
     V. Farias, A. Li, T. Peng, A. Zheng, Markovian interference in experiments, 2022.
     """
-    return estimates_of(log, ["dq_response"], horizon=horizon, normalise=normalise, level=level)[0]
+    return estimates_of(
+        log, ["dq_response"], horizon=horizon, normalise=normalise, level=level, variance=variance
+    )[0]
 
 
 def dq_queue(
     log: TaskLog,
     *,
-    horizon: int | None = None,
+    horizon: int | str | None = None,
     normalise: str = "group_means",
     queue: str = "in_system",
     arrival_rate: ArrivalRate | None = None,
     level: float = 0.95,
+    variance: str | None = None,
 ) -> Estimate:
     """Difference in truncated sums of the number in system (qDQ), in time by Little's law.
 
     Parameters
     ----------
-    log, horizon, normalise, level
+    log, horizon, normalise, level, variance
         As for `dq_response`.
     queue : {"in_system", "including_self", "waiting", "time_average"}, default "in_system"
         What the queue sum of window i adds up: ``q_k / r`` over ``k = i+1 .. i+L``; the same with
@@ -279,23 +323,25 @@ def dq_queue(
         queue=queue,
         arrival_rate=arrival_rate,
         level=level,
+        variance=variance,
     )[0]
 
 
 def dq_mixed(
     log: TaskLog,
     *,
-    horizon: int | None = None,
+    horizon: int | str | None = None,
     normalise: str = "group_means",
     queue: str = "in_system",
     arrival_rate: ArrivalRate | None = None,
     level: float = 0.95,
+    variance: str | None = None,
 ) -> Estimate:
     """Mixture ``alpha wDQ + (1 - alpha) qDQ`` of the smallest estimated variance.
 
     Parameters
     ----------
-    log, horizon, normalise, level
+    log, horizon, normalise, level, variance
         As for `dq_response`.
     queue, arrival_rate
         As for `dq_queue`; ``queue="waiting"`` is refused when the service rates are known to
@@ -314,9 +360,9 @@ def dq_mixed(
     -----
     ``alpha = (V_q - C) / (V_w + V_q - 2 C)`` with the variances and the covariance of the two
     differences: within-arm sample covariances divided by the counts (group means), or the sample
-    covariances of the weighted scores divided by their number (inverse propensity). The standard
-    error takes alpha as given. Where both parts have the same deviations to within rounding, every
-    weight gives the same variance and alpha is 1/2.
+    covariances of the weighted scores divided by their number (inverse propensity). Standard
+    errors take alpha as given, but for ``variance="jackknife"``. Where both parts have the same
+    deviations to within rounding, every weight gives the same variance and alpha is 1/2.
     """
     return estimates_of(
         log,
@@ -326,14 +372,17 @@ def dq_mixed(
         queue=queue,
         arrival_rate=arrival_rate,
         level=level,
+        variance=variance,
     )[0]
 
 
-def switchback(log: TaskLog, *, washout: float = 0.0, level: float = 0.95) -> Estimate:
+def switchback(
+    log: TaskLog, *, washout: float = 0.0, level: float = 0.95, variance: str | None = None
+) -> Estimate:
     """Mean response over treated periods minus that over control periods, weighted by tasks.
 
     The first `washout` of every period is dropped, and so is the last period, which the end of the
-    log cuts short. The variance is clustered by period.
+    log cuts short.
 
     Parameters
     ----------
@@ -346,6 +395,8 @@ def switchback(log: TaskLog, *, washout: float = 0.0, level: float = 0.95) -> Es
         period.
     level : float, default 0.95
         Confidence level.
+    variance : str, optional
+        How the standard error is found, as for `estimate`.
 
     Returns
     -------
@@ -362,11 +413,11 @@ def switchback(log: TaskLog, *, washout: float = 0.0, level: float = 0.95) -> Es
     UserWarning
         If an arm has fewer than ten periods: the variance is then itself poorly known.
     """
-    return estimates_of(log, ["switchback"], washout=washout, level=level)[0]
+    return estimates_of(log, ["switchback"], washout=washout, level=level, variance=variance)[0]
 
 
-def server_split(log: TaskLog, *, level: float = 0.95) -> Estimate:
-    """Difference of mean response times between the groups of servers, by batch means.
+def server_split(log: TaskLog, *, level: float = 0.95, variance: str | None = None) -> Estimate:
+    """Difference of mean response times between the groups of servers.
 
     Parameters
     ----------
@@ -374,30 +425,35 @@ def server_split(log: TaskLog, *, level: float = 0.95) -> Estimate:
         Of a `ServerSplit` design.
     level : float, default 0.95
         Confidence level.
+    variance : str, optional
+        How the standard error is found, as for `estimate`.
 
     Returns
     -------
     Estimate
         Of the effect in two smaller systems, which differs from the global effect however long the
-        log is.
+        log is. Where the groups are known to differ, in the number of servers or in their rates,
+        there is no standard error and no interval: one draw of the groups says nothing of how far
+        another would be.
 
     Raises
     ------
     TypeError, ValueError
         If an argument is wrong, the log is of another design, or an arm is empty.
     """
-    return estimates_of(log, ["server_split"], level=level)[0]
+    return estimates_of(log, ["server_split"], level=level, variance=variance)[0]
 
 
 def estimate(
     log: TaskLog,
     methods: Sequence[str] | None = None,
-    horizon: int | None = None,
+    horizon: int | str | None = None,
     normalise: str = "group_means",
     queue: str = "in_system",
     arrival_rate: ArrivalRate | None = None,
     level: float = 0.95,
     washout: float = 0.0,
+    variance: str | None = None,
 ) -> pd.DataFrame:
     """Estimate the effect by several methods at once; what they share is computed once.
 
@@ -411,6 +467,13 @@ def estimate(
         counts as Bernoulli, or as a switchback if it has the column ``period``.
     horizon, normalise, queue, arrival_rate, level, washout
         As for the methods; a method ignores what it has no use for.
+    variance : {"score", "hac", "batch_means", "jackknife"}, optional
+        How standard errors are found. ``"score"``: as if the scores of tasks, windows or periods
+        were independent, which leaves out how the state that they meet varies (see
+        `inference.difference_in_sums`, `inference.clustered`). ``"hac"``, the default of every
+        method: long-run variance by the slowest cosines (`inference.series`). ``"batch_means"``:
+        from about 32 stretches of the log. ``"jackknife"``: by leaving out one of these after the
+        other, the mixture's weight found anew each time.
 
     Returns
     -------
@@ -426,7 +489,7 @@ def estimate(
     Warns
     -----
     UserWarning
-        As `switchback`.
+        As `switchback`; and for what makes intervals doubtful, see `trust.doubts`.
     """
     return frame_of(
         estimates_of(
@@ -438,6 +501,7 @@ def estimate(
             arrival_rate=arrival_rate,
             level=level,
             washout=washout,
+            variance=variance,
         )
     )
 
@@ -457,36 +521,48 @@ def estimates_of(
     log: TaskLog,
     methods: Sequence[str] | None,
     *,
-    horizon: int | None = None,
+    horizon: int | str | None = None,
     normalise: str = "group_means",
     queue: str = "in_system",
     arrival_rate: ArrivalRate | None = None,
     level: float = 0.95,
     washout: float = 0.0,
+    variance: str | None = None,
 ) -> list[Estimate]:
     """Check all arguments, then run each method, the windows once for all."""
     if not isinstance(log, TaskLog):
         raise TypeError(f"log is a {type(log).__name__}: it must be a TaskLog")
     level = _check_level(level)
-    check_choice("normalise", normalise, NORMALISATIONS)
-    check_choice("queue", queue, QUEUES)
-    check_rate(arrival_rate)
-    if horizon is not None:
-        horizon = validation.integer("horizon", horizon, "a number of arrivals >= 1", at_least=1)
+    check_variant(normalise, queue, arrival_rate, variance)
+    horizon = check_horizon(horizon)
     washout = validation.number("washout", washout, "a time >= 0", at_least=0.0)
     chosen = _check_methods(log, methods)
 
+    span: int | None = None
+    rule: str | None = None
+    grid: tuple[int, ...] = ()
+    memory = None
     if any(name in _DQ for name in chosen):
         if "dq_mixed" in chosen and queue == "waiting":
             _refuse_unequal_rates(log)
-        horizon = _resolve_horizon(log, horizon)
+        span, rule = _resolve_horizon(log, horizon)
+        if rule is not None:
+            grid = horizon_grid(log.n_tasks - log.first_counted, log.scenario)
+        memory = horizons.Memory(log)
         if normalise == "inverse_propensity":
-            _check_propensity(log.propensity)
-    call = Call(chosen, horizon, normalise, queue, arrival_rate, washout)
+            check_propensity(log.propensity)
+    unequal = False
+    if isinstance(log.design, ServerSplit) and log.scenario is not None:
+        unequal = not log.design.equal_groups(log.scenario)
+    options = (normalise, queue, arrival_rate, washout, variance, rule, grid, unequal)
+    call = Call(chosen, span, *options)
     sums = sums_of([call], log.n_tasks, log.first_counted, log.carried_over, log.scenario)
     for chunk in _chunks(log, call):
         sums.add(chunk)
-    return estimates_from(sums, call, log.scenario, log.propensity, level)
+    results = estimates_from(sums, call, log.scenario, log.propensity, level, memory)
+    for doubt in trust.doubts(log, results):
+        warnings.warn(doubt, UserWarning, stacklevel=3)
+    return results
 
 
 class Call(NamedTuple):
@@ -498,6 +574,12 @@ class Call(NamedTuple):
     queue: str = "in_system"
     arrival_rate: ArrivalRate | None = None
     washout: float = 0.0
+    variance: str | None = None
+    rule: str | None = None
+    """What chooses among the horizons of the grid, if anything."""
+    grid: tuple[int, ...] = ()
+    unequal_groups: bool = False
+    """Whether the arms of a server split have servers that differ."""
 
     def rate_of(self, scenario: Scenario | None) -> ArrivalRate | None:
         """Return the arrival rate meant, None if the queue's sum needs none."""
@@ -508,18 +590,22 @@ class Call(NamedTuple):
             return "scenario" if periodic else "estimated"
         return self.arrival_rate
 
-    def window(self, scenario: Scenario | None) -> Window | None:
-        """Return the truncated sums that the call needs, if any."""
+    def windows(self, scenario: Scenario | None) -> list[Window]:
+        """Return the truncated sums that the call needs: of its horizon, or of each of the grid."""
         if not any(name in _DQ for name in self.methods):
-            return None
-        assert self.horizon is not None
+            return []
         rate = self.rate_of(scenario)
-        return Window(
-            self.horizon,
-            self.queue if self._uses_queue else None,
-            rate if callable(rate) or rate == "scenario" else None,
-            rate == "window",
-        )
+        spans = self.grid if self.rule is not None else (self.horizon,)
+        return [
+            Window(
+                span,
+                self.queue if self._uses_queue else None,
+                rate if callable(rate) or rate == "scenario" else None,
+                rate == "window",
+            )
+            for span in spans
+            if span is not None
+        ]
 
     @property
     def _uses_queue(self) -> bool:
@@ -537,18 +623,14 @@ def sums_of(
 
     `carried_over` holds server, start of service and departure of the tasks there before.
     """
-    means = {"naive", "server_split"}
-    batches = any(name in means for call in calls for name in call.methods)
-    if batches and n_tasks - first < 2:
-        method = next(name for call in calls for name in call.methods if name in means)
-        raise ValueError(f"{method} needs at least two counted tasks, and the log has only one")
-    windows = [window for call in calls if (window := call.window(scenario)) is not None]
+    means = any(name in ("naive", "server_split") for call in calls for name in call.methods)
+    windows = [window for call in calls for window in call.windows(scenario)]
     until, start = carried_over[:, 2].copy(), carried_over[:, 1].copy()
 
     def rates_at(rate: Any, time: NDArray[np.float64]) -> NDArray[np.float64]:
         return _scenario_rate(scenario, time) if rate == "scenario" else _called_rate(rate, time)
 
-    return Sums(n_tasks, first, windows, batches, until, start, rates_at)
+    return Sums(first, windows, means, until, start, rates_at, n_tasks)
 
 
 def estimates_from(
@@ -557,33 +639,43 @@ def estimates_from(
     scenario: Scenario | None,
     propensity: float | None,
     level: float,
+    memory: horizons.Memory | None = None,
 ) -> list[Estimate]:
     """Return the estimate of each method of a call, from the sums over all tasks."""
-    windows = None
-    if call.window(scenario) is not None:
-        windows = _windows(sums, call, scenario, propensity)
+    windows = [
+        _windows(sums, call, window, scenario, propensity) for window in call.windows(scenario)
+    ]
+    remaining = _remaining(windows) if call.rule is not None else None
     results = []
     for name in call.methods:
+        variance = call.variance or VARIANCE_OF[name]
         if name in _DQ:
-            assert windows is not None
-            results.append(_difference(name, windows, level))
+            chosen = windows[0]
+            if remaining is not None:
+                assert call.rule is not None
+                chosen = _choose(name, windows, remaining, call.rule)
+            results.append(_difference(name, chosen, variance, level, call.rule, memory))
         elif name == "switchback":
-            results.append(_switchback(sums, call.washout, level))
+            results.append(_switchback(sums, call.washout, variance, level))
         else:
-            results.append(_difference_of_means(name, sums, level))
+            result = _difference_of_means(name, sums, variance, level)
+            if call.unequal_groups and name == "server_split":
+                # What one draw of the groups says nothing of.
+                result = dataclasses.replace(result, standard_error=math.nan)
+            results.append(result)
     return results
 
 
 def _chunks(log: TaskLog, call: Call) -> Iterator[Chunk]:
     """Yield the tasks of a log, with the columns that a call needs."""
-    window = call.window(log.scenario)
-    if window is not None and window.rate == "scenario":
+    windows = call.windows(log.scenario)
+    if any(window.rate == "scenario" for window in windows):
         _check_has_rate(log.scenario)
-    waiting = window is not None and window.queue == "waiting"
+    waiting = any(window.queue == "waiting" for window in windows)
     start = _start_of_service(log) if waiting else None
     period = kept = None
     if "switchback" in call.methods:
-        period, kept = _kept_of_periods(log, call.washout)
+        period, kept = kept_of_periods(log, call.washout)
     for begin in range(0, log.n_tasks, CHUNK):
         rows = slice(begin, begin + CHUNK)
         # Copied: the log's arrays are read-only, and kernels would be compiled once more for them.
@@ -612,6 +704,15 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse a value that is not among the choices."""
     if not (isinstance(value, str) and value in choices):
         raise validation.refuse(name, value, "one of " + ", ".join(map(repr, choices)))
+
+
+def check_variant(normalise: object, queue: object, arrival_rate: object, variance: object) -> None:
+    """Refuse options that no method takes."""
+    check_choice("normalise", normalise, NORMALISATIONS)
+    check_choice("queue", queue, QUEUES)
+    check_rate(arrival_rate)
+    if variance is not None:
+        check_choice("variance", variance, VARIANCES)
 
 
 def check_rate(arrival_rate: object) -> None:
@@ -681,18 +782,47 @@ def _refuse_unequal_rates(log: TaskLog) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _difference_of_means(method: str, sums: Sums, level: float) -> Estimate:
-    counts = sums.batch_counts
-    for arm, count in zip(("control", "treated"), counts.sum(axis=0), strict=True):
-        if count == 0:
+def _difference_of_means(method: str, sums: Sums, variance: str, level: float) -> Estimate:
+    blocks = sums.means()
+    count = blocks[:, :, 0].sum(axis=0)
+    for arm, number in zip(("control", "treated"), count, strict=True):
+        if number == 0.0:
             raise ValueError(
-                f"none of the {counts.sum()} counted tasks is {arm}: {method} needs both arms"
+                f"none of the {count.sum():g} counted tasks is {arm}: {method} needs both arms"
             )
-    contrast = inference.batch_means(counts, sums.batch_sums)
-    return _from_contrast(method, contrast, int(counts.sum()), level)
+    score = inference.difference_of_means(blocks.sum(axis=0))
+    return _with_variance(method, score, blocks, variance, level)
 
 
-def _kept_of_periods(log: TaskLog, washout: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _with_variance(
+    method: str,
+    score: inference.Contrast,
+    blocks: NDArray[np.float64],
+    variance: str,
+    level: float,
+) -> Estimate:
+    """Turn a difference of means into an estimate, `score` holding its variance by scores."""
+
+    def influence(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
+        return inference.influence(blocks[:, :, 0], blocks[:, :, 1:2])[1][:, 0]
+
+    def estimate(sums: NDArray[np.float64]) -> float:
+        return float(sums[1, 1] / sums[1, 0] - sums[0, 1] / sums[0, 0])
+
+    by_score = inference.Spread(score.variance, score.degrees_of_freedom)
+    spread = inference.spread(variance, by_score, blocks, influence, estimate)
+    return Estimate(
+        method=method,
+        value=score.value,
+        standard_error=math.sqrt(spread.variance),
+        level=level,
+        degrees_of_freedom=spread.degrees_of_freedom,
+        n_used=int(blocks[:, :, 0].sum()),
+        variance=variance,
+    )
+
+
+def kept_of_periods(log: TaskLog, washout: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the period of each task of a switchback, and which count after the wash-out."""
     period = log.period
     if period is None:
@@ -722,8 +852,9 @@ def _kept_of_periods(log: TaskLog, washout: float) -> tuple[NDArray[np.int64], N
     return period, kept
 
 
-def _switchback(sums: Sums, washout: float, level: float) -> Estimate:
-    control, treated = (int(count) for count in sums.period_moments[:, 0])
+def _switchback(sums: Sums, washout: float, variance: str, level: float) -> Estimate:
+    moments, blocks = sums.periods()
+    control, treated = (int(count) for count in moments[:, 0])
     found = f"{control} control and {treated} treated whole periods after a washout of {washout:g}"
     if min(control, treated) < 2:
         raise ValueError(
@@ -734,21 +865,7 @@ def _switchback(sums: Sums, washout: float, level: float) -> Estimate:
             f"the standard error of switchback is rough, with {found}: {FEW_PERIODS} are advised",
             stacklevel=5,
         )
-    contrast = inference.clustered(sums.period_moments)
-    return _from_contrast("switchback", contrast, int(sums.period_moments[:, 1].sum()), level)
-
-
-def _from_contrast(
-    method: str, contrast: inference.Contrast, n_used: int, level: float
-) -> Estimate:
-    return Estimate(
-        method=method,
-        value=contrast.value,
-        standard_error=math.sqrt(contrast.variance),
-        level=level,
-        degrees_of_freedom=contrast.degrees_of_freedom,
-        n_used=n_used,
-    )
+    return _with_variance("switchback", inference.clustered(moments), blocks, variance, level)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -760,14 +877,20 @@ class _Windows(NamedTuple):
     """What the DQ methods share: both differences over the same windows."""
 
     contrast: inference.WindowContrast
+    blocks: NDArray[np.float64]
+    """(B, 2, 6), sums of each block and arm, as `Sums.windows` returns them."""
+    origin: NDArray[np.float64]
+    """What was taken off response and queue there."""
+    propensity: float | None
+    """For inverse propensity."""
     horizon: int
-    n_used: int
     normalise: str
     queue: str | None
     arrival_rate: float | str | None
 
 
-def _check_propensity(propensity: float | None) -> None:
+def check_propensity(propensity: float | None) -> None:
+    """Refuse a log's propensity that inverse weights cannot be made of."""
     if propensity is None:
         raise ValueError(
             "normalise='inverse_propensity' needs the known probability of treatment, and the "
@@ -781,95 +904,204 @@ def _check_propensity(propensity: float | None) -> None:
         )
 
 
+def _scale_of_queue(sums: Sums, window: Window, rate: ArrivalRate | None) -> float:
+    """Return what turns the queue's sums into times, for what is not divided task by task."""
+    if rate == "estimated":
+        return 1.0 / _estimated_rate(sums.n_seen, sums.first_arrival, sums.last_arrival)
+    if rate == "window":
+        return 1.0 / window.horizon
+    if rate is not None and window.rate is None:
+        assert isinstance(rate, (int, float, np.number))  # check_rate has left only numbers
+        return 1.0 / float(rate)
+    return 1.0
+
+
+def truncated_sums(log: TaskLog, call: Call) -> NDArray[np.float64]:
+    """Return both truncated sums of every window of a log, as the DQ methods compare them.
+
+    Parameters
+    ----------
+    log : TaskLog
+    call : Call
+        With a horizon, and a DQ method.
+
+    Returns
+    -------
+    ndarray of float64, shape (windows, 2)
+        Response and queue, zero if the call has no use for it, from the first counted task on.
+    """
+    (window,), rate = call.windows(log.scenario), call.rate_of(log.scenario)
+    sums = sums_of([call], log.n_tasks, log.first_counted, log.carried_over, log.scenario)
+    cost = np.zeros(log.n_tasks)
+    before = float(log.arrival[0])
+    begin = 0
+    for chunk in _chunks(log, call):
+        for values in sums.costs(chunk, before).values():
+            cost[begin : begin + values.size] = values
+        begin += chunk.arrival.size
+        before = float(chunk.arrival[-1])
+    sums.n_seen, sums.first_arrival, sums.last_arrival = (
+        log.n_tasks,
+        log.arrival[0],
+        log.arrival[-1],
+    )
+    first, horizon = log.first_counted, window.horizon
+    response, queue = (
+        np.concatenate(([0.0], np.cumsum(values))) for values in (log.response_time, cost)
+    )
+    q_sum = (queue[horizon + 1 :] - queue[1:-horizon]) * _scale_of_queue(sums, window, rate)
+    if window.by_duration:
+        q_sum *= log.arrival[horizon:] - log.arrival[:-horizon]
+    w_sum = response[horizon:-1] - response[: -horizon - 1]
+    return np.column_stack((w_sum, q_sum))[first:]
+
+
 def _windows(
-    sums: Sums, call: Call, scenario: Scenario | None, propensity: float | None
+    sums: Sums,
+    call: Call,
+    window: Window,
+    scenario: Scenario | None,
+    propensity: float | None,
 ) -> _Windows:
     """Compute both differences; without a queue its own is left at zero."""
-    window = call.window(scenario)
     rate = call.rate_of(scenario)
-    assert window is not None
-    scale = 1.0
-    if rate == "estimated":
-        scale = 1.0 / _estimated_rate(sums.n_seen, sums.first_arrival, sums.last_arrival)
-    elif rate == "window":
-        scale = 1.0 / window.horizon
-    elif rate is not None and window.rate is None:
-        assert isinstance(rate, (int, float, np.number))  # check_rate has left only numbers
-        scale = 1.0 / float(rate)
-    moments = sums.window_moments(window, scale)
-    for arm, count in zip(("control", "treated"), moments[:, 0], strict=True):
+    scale = _scale_of_queue(sums, window, rate)
+    blocks, origin = sums.windows(window, scale), sums.origin(window, scale)
+    total = blocks.sum(axis=0)
+    for arm, count in zip(("control", "treated"), total[:, 0], strict=True):
         if count < 2:
             raise ValueError(
-                f"only {count:g} of the {moments[:, 0].sum():g} windows of horizon "
+                f"only {count:g} of the {total[:, 0].sum():g} windows of horizon "
                 f"{window.horizon} begin with a {arm} task: at least 2 are needed"
             )
-    weighted = call.normalise == "inverse_propensity"
+    known = propensity if call.normalise == "inverse_propensity" else None
     said = "function" if callable(rate) else rate
     return _Windows(
-        inference.difference_in_sums(moments, propensity if weighted else None),
+        inference.difference_in_sums(total, origin, known),
+        blocks,
+        origin,
+        known,
         window.horizon,
-        int(moments[:, 0].sum()),
         call.normalise,
         window.queue,
         said if said is None or isinstance(said, str) else float(said),
     )
 
 
-def _difference(method: str, windows: _Windows, level: float) -> Estimate:
+def _remaining(windows: Sequence[_Windows]) -> NDArray[np.float64]:
+    """Return the shares of response and queue that come after each horizon, shape (m, 2)."""
+    spans = np.array([window.horizon for window in windows])
+    variance = np.array([inference.within(window.blocks.sum(axis=0)) for window in windows])
+    n = int(windows[0].blocks[:, :, 0].sum())
+    return np.column_stack(
+        [horizons.Decay(spans, variance[:, k], n).remaining_at(spans) for k in range(2)]
+    )
+
+
+def _choose(
+    method: str, windows: Sequence[_Windows], remaining: NDArray[np.float64], rule: str
+) -> _Windows:
+    contrasts = [window.contrast for window in windows]
+    weights = np.array([_weight(method, contrast) for contrast in contrasts])
+    variance = [c.mixture_variance(w) for c, w in zip(contrasts, weights, strict=True)]
+    return windows[horizons.choose(rule, weights, contrasts, remaining, np.array(variance))]
+
+
+def _weight(method: str, contrast: inference.WindowContrast) -> float:
+    """Return the weight of the response in the estimate of a DQ method."""
+    return {"dq_response": 1.0, "dq_queue": 0.0}.get(method, contrast.best_weight)
+
+
+def _difference(
+    method: str,
+    windows: _Windows,
+    variance: str,
+    level: float,
+    rule: str | None,
+    memory: horizons.Memory | None,
+) -> Estimate:
     """Turn the shared differences into the estimate of one DQ method."""
-    value_w, value_q, variance_w, variance_q, covariance = windows.contrast
+    contrast = windows.contrast
+    alpha = _weight(method, contrast)
     uses: dict[str, Any] = {}
     if method != "dq_response":
         uses |= {"queue": windows.queue, "arrival_rate": windows.arrival_rate}
-        uses |= {"variance_queue": variance_q}
+        uses |= {"variance_queue": contrast.variance_queue}
     if method != "dq_queue":
-        uses |= {"variance_response": variance_w}
-    if method == "dq_response":
-        value, variance = value_w, variance_w
-    elif method == "dq_queue":
-        value, variance = value_q, variance_q
-    else:
-        alpha = inference.best_weight(variance_w, variance_q, covariance)
-        value = alpha * value_w + (1.0 - alpha) * value_q
-        variance = inference.mixture_variance(alpha, variance_w, variance_q, covariance)
-        uses |= {"alpha": alpha, "covariance": covariance}
+        uses |= {"variance_response": contrast.variance_response}
+    if method == "dq_mixed":
+        uses |= {"alpha": alpha, "covariance": contrast.covariance}
+
+    def influence(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
+        counts, sums = blocks[:, :, 0], blocks[:, :, 1:3]
+        sums = sums + counts[:, :, None] * windows.origin
+        parts = inference.influence(counts, sums, windows.propensity)[1]
+        return alpha * parts[:, 0] + (1.0 - alpha) * parts[:, 1]
+
+    def estimate(sums: NDArray[np.float64]) -> float:
+        without = inference.difference_in_sums(sums, windows.origin, windows.propensity)
+        return without.mixture(_weight(method, without))
+
+    by_score = inference.Spread(contrast.mixture_variance(alpha), math.inf)
+    spread = inference.spread(variance, by_score, windows.blocks, influence, estimate)
     return Estimate(
         method=method,
-        value=value,
-        standard_error=math.sqrt(variance),
+        value=contrast.mixture(alpha),
+        standard_error=math.sqrt(spread.variance),
         level=level,
-        degrees_of_freedom=math.inf,
-        n_used=windows.n_used,
+        degrees_of_freedom=spread.degrees_of_freedom,
+        n_used=int(windows.blocks[:, :, 0].sum()),
+        variance=variance,
         horizon=windows.horizon,
+        rule=rule,
+        memory=memory,
         normalise=windows.normalise,
         **uses,
     )
 
 
-def _resolve_horizon(log: TaskLog, horizon: int | None) -> int:
+def check_horizon(horizon: object) -> int | str | None:
+    """Return a horizon that is a number of arrivals, the name of a rule, or None."""
+    if horizon is None:
+        return None
+    right = "a number of arrivals >= 1, or one of " + ", ".join(map(repr, horizons.RULES))
+    if isinstance(horizon, str):
+        if horizon not in horizons.RULES:
+            raise validation.refuse("horizon", horizon, right)
+        return horizon
+    return validation.integer("horizon", horizon, right, at_least=1)
+
+
+def _resolve_horizon(log: TaskLog, horizon: int | str | None) -> tuple[int | None, str | None]:
+    """Return the horizon, or the rule that will choose it."""
     counted = log.n_tasks - log.first_counted
+    if isinstance(horizon, str):
+        return None, horizon
     if horizon is not None:
         if horizon >= counted:
             raise validation.refuse(
                 "horizon", horizon, f"below the number of counted tasks, {counted}"
             )
-        return horizon
+        return horizon, None
     if log.scenario is not None:
         horizon = log.scenario.default_horizon
     elif log.service_time is not None:
         rate = _estimated_rate(log.n_tasks, log.arrival[0], log.arrival[-1])
         horizon = math.floor(30.0 * rate * float(np.mean(log.service_time)) + 1e-9)
     else:
-        raise ValueError(
-            "horizon=None needs a scenario or the column service_time, and the log has neither: "
-            "give the number of arrivals that a window spans, say those of 30 mean service times"
-        )
+        return None, "coverage"
     if not 1 <= horizon < counted:
         raise ValueError(
             f"horizon=None means {horizon} for this log, and it must be at least 1 and below the "
             f"number of counted tasks, {counted}: give a horizon"
         )
-    return horizon
+    return horizon, None
+
+
+def horizon_grid(counted: int, scenario: Scenario | None) -> tuple[int, ...]:
+    """Return the horizons that a rule chooses from."""
+    most = math.inf if scenario is None else MOST_DEFAULTS * scenario.default_horizon
+    return tuple(int(span) for span in horizons.grid(counted, most))
 
 
 def _start_of_service(log: TaskLog) -> NDArray[np.float64]:

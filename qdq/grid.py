@@ -90,14 +90,24 @@ def bias_cut(
     Returns
     -------
     value, error : float
-        The error is by the paired differences; the signs of both biases are taken as known.
+        The error is by the paired differences, and not below what makes the value as many errors
+        from zero as the less certain of the difference and the sum of both biases.
     """
     signs = [float(np.sign(y.mean() - truth)) for y in (x, against)]
     value = (abs(float(against.mean()) - truth) - abs(float(x.mean()) - truth)) / abs(truth)
     paired = signs[1] * against - signs[0] * x
     # The truth is in both biases and in the effect that they are divided by.
     by_truth = (signs[0] - signs[1] - value * math.copysign(1.0, truth)) * truth_error
-    return value, math.hypot(_error_of_mean(paired), by_truth) / abs(truth)
+    error = math.hypot(_error_of_mean(paired), by_truth) / abs(truth)
+    # The absolute biases differ as the product of difference and sum of the biases does, so the
+    # sign of the less certain of the two decides how certain that is.
+    apart, both = against - x, against + x - 2.0 * truth
+    errors = _error_of_mean(apart), math.hypot(_error_of_mean(both), 2.0 * truth_error)
+    means = abs(float(apart.mean())), abs(float(both.mean()))
+    if value != 0.0 and min(means) > 0.0:
+        doubts = [error / mean for mean, error in zip(means, errors, strict=True)]
+        error = max(error, abs(value) * max(doubts))
+    return value, error
 
 
 def sd_ratio(x: NDArray[np.float64], against: NDArray[np.float64]) -> tuple[float, float]:
@@ -607,6 +617,12 @@ def tables_of(
     for name in ("bias", "rmse"):
         table[f"relative_{name}"] = table[name] / size
         table[f"relative_{name}_error"] = table[f"{name}_error"] / size
+    # The truth is in the bias, and in the effect that it is divided by: together, the mean is.
+    of_mean = table["bias_error"] ** 2 - truth.standard_error**2
+    by_truth = (
+        1.0 + math.copysign(1.0, truth.value) * table["relative_bias"]
+    ) * truth.standard_error
+    table["relative_bias_error"] = np.sqrt(np.maximum(of_mean, 0.0) + by_truth**2) / size
 
     alone = _by_method(drawn[drawn["horizon"].isna()])
     alone_in_pairs = _by_method(mirrored[mirrored["horizon"].isna()])

@@ -16,13 +16,18 @@ so the terms ``(Z_i - p) Q_i`` are nearly uncorrelated.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-BATCHES = 30
-TASKS_PER_BATCH = 10
+BATCHES = 32
+MOST_TERMS = 32
+FEWEST_TERMS = 4
+SERIES_BIAS = 0.05
+CYCLE_FALSE_ALARM = 1e-3
+TIME_SPANS = 256
 
 # Of the test for a rate that varies.
 ARRIVALS_PER_BIN = 100
@@ -34,6 +39,13 @@ class ConfidenceInterval(NamedTuple):
 
     low: float
     high: float
+
+
+class Spread(NamedTuple):
+    """A variance, and its degrees of freedom."""
+
+    variance: float
+    degrees_of_freedom: float
 
 
 class Contrast(NamedTuple):
@@ -52,6 +64,31 @@ class WindowContrast(NamedTuple):
     variance_response: float
     variance_queue: float
     covariance: float
+
+    @property
+    def best_weight(self) -> float:
+        """Weight of the response that gives the mixture the smallest variance.
+
+        ``(V_q - C) / (V_w + V_q - 2 C)``, which may lie outside [0, 1]. The denominator is the
+        variance of the difference of the two parts. Where that is zero to within rounding, every
+        weight gives the same variance, and the weight is 1/2.
+        """
+        v_w, v_q, c = self.variance_response, self.variance_queue, self.covariance
+        spread = v_w + v_q - 2.0 * c
+        if spread <= 1e-12 * (v_w + v_q):
+            return 0.5
+        return (v_q - c) / spread
+
+    def mixture(self, alpha: float) -> float:
+        """Return ``alpha * response + (1 - alpha) * queue``."""
+        return alpha * self.response + (1.0 - alpha) * self.queue
+
+    def mixture_variance(self, alpha: float) -> float:
+        """Return the variance of the mixture with a weight that is given."""
+        beta = 1.0 - alpha
+        variance = alpha**2 * self.variance_response + beta**2 * self.variance_queue
+        variance += 2.0 * alpha * beta * self.covariance
+        return max(variance, 0.0)  # a zero may come out as a rounding error below zero
 
 
 def confidence_interval(
@@ -81,48 +118,160 @@ def confidence_interval(
     return ConfidenceInterval(value - quantile * standard_error, value + quantile * standard_error)
 
 
-def batch_edges(first: int, stop: int) -> NDArray[np.int64]:
-    """Cut the tasks ``first .. stop - 1`` into equal runs.
+def influence(
+    counts: NDArray[np.float64], sums: NDArray[np.float64], propensity: float | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return differences treated minus control, and what each block of units adds to their errors.
 
     Parameters
     ----------
-    first, stop : int
-        At least two tasks.
+    counts : ndarray of float64, shape (B, 2)
+        Units (tasks, windows) of each block, columns control and treatment; no column of zeros.
+    sums : ndarray of float64, shape (B, 2, m)
+        Their sums of m variables.
+    propensity : float, optional
+        For inverse propensity; None for a difference of the arms' means.
 
     Returns
     -------
-    ndarray of int64, shape (B + 1,)
-        Run b holds the tasks from edge b up to, not including, edge b + 1; lengths differ by at
-        most one. B is 30, or as many as leave 10 tasks to a run, but at least 2.
+    value : ndarray of float64, shape (m,)
+    influence : ndarray of float64, shape (B, m)
+        Columns add up to zero: to first order, the error is the sum of a block's influences with
+        the true means in place of the estimated ones.
     """
-    batches = max(2, min(BATCHES, (stop - first) // TASKS_PER_BATCH))
-    return first + (stop - first) * np.arange(batches + 1, dtype=np.int64) // batches
+    if propensity is None:
+        total = counts.sum(axis=0)[:, None]
+        means = sums.sum(axis=0) / total
+        parts = (sums - counts[:, :, None] * means) / total
+        return means[1] - means[0], parts[:, 1] - parts[:, 0]
+    scores = sums[:, 1] / propensity - sums[:, 0] / (1.0 - propensity)
+    value = scores.sum(axis=0) / counts.sum()
+    return value, (scores - counts.sum(axis=1)[:, None] * value) / counts.sum()
 
 
-def batch_means(counts: NDArray[np.int64], sums: NDArray[np.float64]) -> Contrast:
-    """Difference of means, with the variance from runs of tasks that hold both arms.
-
-    With ``u_b`` the summed influence of run b, which add up to zero, the variance is ``B/(B - 1) *
-    sum(u_b**2)``, with B - 1 degrees of freedom. Its bias is of the order of the correlation time
-    over the length of a run.
+def merged(blocks: NDArray[np.float64], most: int = BATCHES) -> NDArray[np.float64]:
+    """Merge neighbouring blocks, as many to one as leave at most `most`, the last one shorter.
 
     Parameters
     ----------
-    counts : ndarray of int64, shape (B, 2)
-        Tasks of each run, columns control and treatment; no column of zeros, B >= 2.
-    sums : ndarray of float64, shape (B, 2)
-        Their summed responses.
+    blocks : ndarray of float64, shape (B, ...)
 
     Returns
     -------
-    Contrast
+    ndarray of float64, shape (B', ...)
     """
-    total = counts.sum(axis=0)
-    means = sums.sum(axis=0) / total
-    influence = (sums - counts * means) / total
-    batches = len(counts)
-    variance = batches / (batches - 1) * float(np.sum((influence[:, 1] - influence[:, 0]) ** 2))
-    return Contrast(float(means[1] - means[0]), variance, batches - 1)
+    by = -(-len(blocks) // most)
+    merged: NDArray[np.float64] = np.add.reduceat(blocks, np.arange(0, len(blocks), by), axis=0)
+    return merged
+
+
+def batch_means(units: NDArray[np.float64], influence: NDArray[np.float64]) -> Spread:
+    """Variance of the sum of the influences of blocks, taken as independent.
+
+    With the shares ``w`` of the blocks and their influences ``u``, the variance is ``sum(u**2) / (1
+    - sum(w**2))`` with B - 1 degrees of freedom; for equal blocks it is that of batch means. Its
+    bias is of the order of the correlation time over the length of a block.
+
+    Parameters
+    ----------
+    units : ndarray of float64, shape (B,)
+        Units of each block.
+    influence : ndarray of float64, shape (B,)
+        Adding up to zero.
+
+    Returns
+    -------
+    Spread
+    """
+    share = units / units.sum()
+    room = 1.0 - float(np.sum(share**2))
+    return Spread(float(np.sum(influence**2)) / room, len(units) - 1)
+
+
+def series(units: NDArray[np.float64], influence: NDArray[np.float64]) -> Spread:
+    """Long-run variance from the slowest cosines of the influences.
+
+    With ``u_b`` the influences of blocks whose middles lie at the shares ``t_b`` of the experiment,
+    ``a_j = sqrt(2) sum(cos(pi j t_b) u_b)`` for j = 1 .. K are about independent with the variance
+    sought, as long as the spectrum is flat up to the K-th frequency: their mean square estimates
+    it, with K degrees of freedom.
+
+    K is at most 32, and what a spectrum ``1 / (1 + (f / f0)**2)`` allows for a bias of 5 %, with f0
+    from the correlation of neighbouring blocks. A term far above all those of up to half its
+    frequency is a cycle, such as that of a periodic rate, which averages out and is no noise: then
+    K is at most a third of its j, where little of it leaks to.
+
+    Parameters
+    ----------
+    units, influence
+        As for `batch_means`.
+
+    Returns
+    -------
+    Spread
+
+    References
+    ----------
+    E. Lazarus, D. Lewis, J. Stock, M. Watson, HAR inference: recommendations for practice, 2018.
+    """
+    from scipy.special import fdtri
+
+    blocks = len(units)
+    if blocks < 2 * FEWEST_TERMS:
+        return batch_means(units, influence)
+    end = np.cumsum(units)
+    middle = (end - 0.5 * units) / end[-1]
+    waves = np.cos(math.pi * np.outer(np.arange(1, blocks // 2 + 1), middle))
+    squares = 2.0 * (waves @ influence) ** 2
+
+    terms = max(min(MOST_TERMS, blocks // 3), FEWEST_TERMS)
+    correlation = float(np.sum(influence[1:] * influence[:-1]))
+    if correlation > 0.0:
+        correlation = min(correlation / float(np.sum(influence**2)), 0.999)
+        time = -1.0 / (blocks * math.log(correlation))
+        terms = min(terms, int(math.sqrt(3.0 * SERIES_BIAS) / (math.pi * time)))
+    slower = np.maximum(np.arange(1, len(squares) + 1) // 2, 1)
+    mean = np.cumsum(squares)[slower - 1] / slower
+    standing_out = squares > fdtri(1.0, slower, 1.0 - CYCLE_FALSE_ALARM) * mean
+    standing_out[: 2 * FEWEST_TERMS] = False
+    if standing_out.any():
+        terms = min(terms, int(np.argmax(standing_out) + 1) // 3)
+    terms = max(terms, FEWEST_TERMS)
+    return Spread(float(np.mean(squares[:terms])), terms)
+
+
+def jackknife(
+    blocks: NDArray[np.float64], estimate: Callable[[NDArray[np.float64]], float]
+) -> Spread:
+    """Variance by leaving out one block after the other, whatever the estimate is.
+
+    With h_b the experiment's units over those of block b, ``v_b = h_b x - (h_b - 1) x_(-b)`` are as
+    many pseudo-values; the variance is the mean of ``(v_b - mean(v))**2 / (h_b - 1)``.
+
+    Parameters
+    ----------
+    blocks : ndarray of float64, shape (B, 2, k)
+        Sums of each block and arm, the first of them the number of units.
+    estimate : callable
+        ``estimate(sums)`` of the sums (2, k) of some blocks.
+
+    Returns
+    -------
+    Spread
+
+    References
+    ----------
+    F. Busing, E. Meijer, R. van der Leeden, Delete-m jackknife for unequal m, 1999.
+    """
+    total = blocks.sum(axis=0)
+    whole = estimate(total)
+    size = blocks[:, :, 0].sum(axis=1)
+    h = size.sum() / size
+    pseudo = np.array(
+        [h[b] * whole - (h[b] - 1.0) * estimate(total - x) for b, x in enumerate(blocks)]
+    )
+    variance = float(np.mean((pseudo - pseudo.mean()) ** 2 / (h - 1.0)))
+    return Spread(variance, len(blocks) - 1)
 
 
 def clustered(moments: NDArray[np.float64]) -> Contrast:
@@ -156,10 +305,50 @@ def clustered(moments: NDArray[np.float64]) -> Contrast:
     return Contrast(float(means[1] - means[0]), variance, freedom)
 
 
+def difference_of_means(sums: NDArray[np.float64]) -> Contrast:
+    """Difference of the arms' means, with the variance of independent tasks.
+
+    Parameters
+    ----------
+    sums : ndarray of float64, shape (2, 3)
+        A row an arm: tasks; sums of their responses and of the squares of these, from which the
+        same number may have been taken off.
+
+    Returns
+    -------
+    Contrast
+    """
+    count, x, xx = sums.T
+    spread = np.maximum(xx - x * x / count, 0.0)
+    # An arm of one task tells nothing of its variance.
+    parts = spread / (np.maximum(count - 1.0, 1.0) * count)
+    mean = x / count
+    return Contrast(float(mean[1] - mean[0]), float(parts.sum()), math.inf)
+
+
+def within(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the variances of both truncated sums within the arms.
+
+    Parameters
+    ----------
+    sums : ndarray of float64, shape (2, 6)
+        As for `difference_in_sums`.
+
+    Returns
+    -------
+    ndarray of float64, shape (2,)
+        Of response and of queue.
+    """
+    count = sums[:, :1]
+    spread = np.maximum(sums[:, 3:5] - sums[:, 1:3] ** 2 / count, 0.0)
+    variance: NDArray[np.float64] = spread.sum(axis=0) / count.sum()
+    return variance
+
+
 def difference_in_sums(
-    moments: NDArray[np.float64], propensity: float | None = None
+    sums: NDArray[np.float64], origin: NDArray[np.float64], propensity: float | None = None
 ) -> WindowContrast:
-    """Differences in truncated sums from the moments of each arm, with their plug-in variances.
+    """Differences in truncated sums, with the variances of independent windows.
 
     Group means (``propensity=None``): difference of the arms' means; the covariance matrix is the
     sum over arms of the sample covariance matrix divided by the arm's count.
@@ -170,8 +359,11 @@ def difference_in_sums(
 
     Parameters
     ----------
-    moments : ndarray of float64, shape (2, 6)
-        As `streaming.Sums.window_moments` returns; at least two windows an arm.
+    sums : ndarray of float64, shape (2, 6)
+        A row an arm: windows, at least two; sums of response and of queue, of their squares, and of
+        their products.
+    origin : ndarray of float64, shape (2,)
+        What was taken off each response and queue there.
     propensity : float, optional
         Known probability of treatment, in (0, 1); None for group means.
 
@@ -179,16 +371,22 @@ def difference_in_sums(
     -------
     WindowContrast
     """
-    count = moments[:, 0]
-    means = moments[:, 1:3]
-    products = moments[:, 3:6]  # of response, of queue, of both
+    count, x, y, xx, yy, xy = sums.T
+    means = sums[:, 1:3] / count[:, None]
+    products = np.column_stack(
+        [
+            np.maximum(xx - x * x / count, 0.0),
+            np.maximum(yy - y * y / count, 0.0),
+            xy - x * y / count,
+        ]
+    )
     if propensity is None:
         difference = means[1] - means[0]
         covariances = np.sum(products / ((count - 1.0) * count)[:, None], axis=0)
     else:
         weight = np.array([-1.0 / (1.0 - propensity), 1.0 / propensity])
         total = count.sum()
-        scores = weight[:, None] * means
+        scores = weight[:, None] * (means + origin)
         difference = count @ scores / total
         away = scores - difference
         between = np.column_stack([away[:, 0] ** 2, away[:, 1] ** 2, away[:, 0] * away[:, 1]])
@@ -196,37 +394,39 @@ def difference_in_sums(
     return WindowContrast(*(float(x) for x in (*difference, *covariances)))
 
 
-def best_weight(variance_response: float, variance_queue: float, covariance: float) -> float:
-    """Weight of the response that gives the mixture the smallest variance.
+def spread(
+    by: str,
+    score: Spread,
+    blocks: NDArray[np.float64],
+    influence: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    estimate: Callable[[NDArray[np.float64]], float],
+) -> Spread:
+    """Return the variance of an estimate in the way that is asked for.
 
-    ``(V_q - C) / (V_w + V_q - 2 C)``, which may lie outside [0, 1]. The denominator is the variance
-    of the difference of the two parts. Where that is zero to within rounding, every weight gives
-    the same variance, and the weight is 1/2.
+    Parameters
+    ----------
+    by : {"score", "hac", "batch_means", "jackknife"}
+    score : Spread
+        What "score" is to return.
+    blocks : ndarray of float64, shape (B, 2, k)
+        Sums of each block and arm, the first of them the number of units.
+    influence : callable
+        ``influence(blocks)`` gives what each of them adds to the error, shape (B,).
+    estimate : callable
+        ``estimate(sums)`` of the sums (2, k) of some blocks.
 
     Returns
     -------
-    float
+    Spread
     """
-    spread = variance_response + variance_queue - 2.0 * covariance
-    if spread <= 1e-12 * (variance_response + variance_queue):
-        return 0.5
-    return (variance_queue - covariance) / spread
-
-
-def mixture_variance(
-    alpha: float, variance_response: float, variance_queue: float, covariance: float
-) -> float:
-    """Variance of ``alpha * response + (1 - alpha) * queue``.
-
-    Returns
-    -------
-    float
-    """
-    beta = 1.0 - alpha
-    variance = (
-        alpha**2 * variance_response + 2.0 * alpha * beta * covariance + beta**2 * variance_queue
-    )
-    return max(variance, 0.0)  # a zero may come out as a rounding error below zero
+    if by == "score":
+        return score
+    if by == "hac":
+        return series(blocks[:, :, 0].sum(axis=1), influence(blocks))
+    blocks = merged(blocks)
+    if by == "batch_means":
+        return batch_means(blocks[:, :, 0].sum(axis=1), influence(blocks))
+    return jackknife(blocks, estimate)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -301,6 +501,31 @@ def constant_rate(arrival: NDArray[np.float64]) -> RateTest | None:
     return RateTest(bins, dispersion, variation, float(chdtrc(bins - 1, (bins - 1) * dispersion)))
 
 
+def found_on_arrival(
+    arrival: NDArray[np.float64],
+    departure: NDArray[np.float64],
+    carried_departure: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """Count the tasks that each arrival finds in the system.
+
+    Parameters
+    ----------
+    arrival, departure, carried_departure
+        As for `littles_law`.
+
+    Returns
+    -------
+    ndarray of int64, shape (n,)
+    """
+    carried = carried_departure[carried_departure > arrival[0]]
+    # A task that leaves as it comes is never in the system.
+    stays = departure > arrival
+    left = np.sort(np.concatenate([departure[stays], carried]))
+    came = carried.size + np.cumsum(stays) - stays
+    found: NDArray[np.int64] = came - np.searchsorted(left, arrival, side="right")
+    return found
+
+
 class LittlesLaw(NamedTuple):
     """Both sides of Little's law between the first and the last arrival, and why they differ."""
 
@@ -352,11 +577,7 @@ def littles_law(
     inside = np.sum(np.minimum(departure, last) - arrival)
     inside += np.sum(np.minimum(carried, last) - first)
 
-    # A task that leaves as it comes is never in the system.
-    stays = departure > arrival
-    left = np.sort(np.concatenate([departure[stays], carried]))
-    came = carried.size + np.cumsum(stays) - stays
-    found = came - np.searchsorted(left, arrival, side="right")
+    found = found_on_arrival(arrival, departure, carried)
     unlogged = 0.0
     if in_system is not None:
         unlogged = float(np.sum((in_system - found)[:-1] * np.diff(arrival)))
@@ -371,6 +592,99 @@ def littles_law(
         edge=number / product - 1.0,
         unlogged=unlogged / span / product,
     )
+
+
+class Mean(NamedTuple):
+    """A time average or a mean over tasks, and its standard error."""
+
+    value: float
+    standard_error: float
+    degrees_of_freedom: float
+
+
+class LittlesLawMeans(NamedTuple):
+    """The three quantities of Little's law, each with its standard error."""
+
+    arrival_rate: Mean
+    number_in_system: Mean
+    response: Mean
+    """Number in system over arrival rate: what tasks spend between the log's ends."""
+
+
+def littles_law_means(
+    arrival: NDArray[np.float64],
+    departure: NDArray[np.float64],
+    carried_departure: NDArray[np.float64] | None = None,
+) -> LittlesLawMeans:
+    """Estimate arrival rate, number in system and, by Little's law, mean response.
+
+    The time from the first arrival to the last is cut into 256 equal spans. With N_k arrivals and
+    the area A_k under the number in system in span k, of length s, and with N, A and T their sums,
+    the errors are to first order the sums of ``(N_k - s N/T)/T``, ``(A_k - s A/T)/T`` and ``(A_k -
+    N_k A/N)/N``; their long-run variance is that of `series`. The last ratio has a smaller one than
+    the number in system, since busy spans have more arrivals too.
+
+    Parameters
+    ----------
+    arrival, departure, carried_departure
+        As for `littles_law`.
+
+    Returns
+    -------
+    LittlesLawMeans
+
+    References
+    ----------
+    S.-H. Kim, W. Whitt, Statistical analysis with Little's law, 2013.
+    """
+    first, last = arrival[0], arrival[-1]
+    carried = np.empty(0) if carried_departure is None else carried_departure
+    left = np.sort(np.concatenate([departure, carried[carried > first]]))
+    came = np.concatenate([np.full(left.size - arrival.size, first), arrival])
+    edges = np.linspace(first, last, TIME_SPANS + 1)
+    arrived = np.searchsorted(came, edges, side="right")
+    gone = np.searchsorted(left, edges, side="right")
+    sum_of_came, sum_of_left = (np.concatenate(([0.0], np.cumsum(x - first))) for x in (came, left))
+    # Task by task, the time spent in the system up to each edge.
+    spent = sum_of_left[gone] + (edges - first) * (arrived - gone) - sum_of_came[arrived]
+    number = np.diff(np.searchsorted(arrival, edges[:-1], side="left"), append=arrival.size - 1)
+    area, count = np.diff(spent), number.astype(np.float64)
+    length = np.full(TIME_SPANS, (last - first) / TIME_SPANS)
+
+    def ratio(x: NDArray[np.float64], by: NDArray[np.float64]) -> Mean:
+        value = float(x.sum() / by.sum())
+        variance, freedom = series(by, (x - value * by) / by.sum())
+        return Mean(value, math.sqrt(variance), freedom)
+
+    return LittlesLawMeans(ratio(count, length), ratio(area, length), ratio(area, count))
+
+
+def hill_index(values: NDArray[np.float64], fraction: float = 0.001) -> tuple[float, float]:
+    """Estimate the tail index from the largest values.
+
+    Parameters
+    ----------
+    values : ndarray of float64, shape (n,)
+        Nonnegative, not all zero.
+    fraction : float, default 0.001
+        Part of the values that counts as the largest, at least 20 and at most half of them.
+
+    Returns
+    -------
+    index, standard_error : float
+        With k values above the next one x, ``k / sum(log(value / x))``, and that over ``sqrt(k)``,
+        as if the k were independent; infinity if they are all equal. A moment of an order above the
+        index is infinite, if the tail is a power's.
+
+    References
+    ----------
+    B. Hill, A simple general approach to inference about the tail of a distribution, 1975.
+    """
+    k = max(1, min(max(20, round(fraction * values.size)), values.size // 2))
+    largest = np.partition(values, -k - 1)[-k - 1 :]
+    spacing = float(np.sum(np.log(largest[1:] / largest[0]))) if largest[0] > 0.0 else 0.0
+    index = k / spacing if spacing > 0.0 else math.inf
+    return index, index / math.sqrt(k)
 
 
 def share_of_largest(values: NDArray[np.float64], fraction: float = 0.001) -> float:

@@ -1352,44 +1352,44 @@ def add_windows(
 
 
 @jit
-def add_batches(response, treated, first, edges, counts, sums):
-    """Add tasks first, first + 1, ... to the count and summed response of each arm in each run.
+def add_tasks(response, treated, origin, moments):
+    """Add tasks to the moments of their responses, arm by arm.
 
     Parameters
     ----------
     response : float64 (m,)
     treated : bool (m,)
-    first : int, number of the first of these tasks
-    edges : int64 (B + 1,), run b holds the tasks from edges[b] to edges[b + 1] - 1
-    counts : int64 (B, 2), changed, columns control and treatment
-    sums : float64 (B, 2), changed
+    origin : float, taken off each response, so that squares lose little to rounding
+    moments : float64 (2, 3), changed, a row an arm (0 control, 1 treatment): tasks; sums of the
+        deviations and of their squares
     """
-    for b in range(len(edges) - 1):
-        begin = max(edges[b] - first, 0)
-        end = min(edges[b + 1] - first, len(response))
-        n1 = 0
-        sum0 = 0.0
-        sum1 = 0.0
-        for i in range(np.uint64(begin), np.uint64(max(begin, end))):
-            z = treated[i]
-            n1 += z
-            mine = response[i] if z else 0.0
-            sum1 += mine
-            sum0 += response[i] - mine
-        if begin < end:
-            counts[b, 0] += end - begin - n1
-            counts[b, 1] += n1
-            sums[b, 0] += sum0
-            sums[b, 1] += sum1
+    n1 = 0
+    x0 = xx0 = x1 = xx1 = 0.0
+    for i in range(np.uint64(len(response))):
+        x = response[i] - origin
+        z = treated[i]
+        n1 += z
+        mine = x if z else 0.0
+        other = x - mine
+        x1 += mine
+        xx1 += mine * x
+        x0 += other
+        xx0 += other * x
+    moments[0, 0] += len(response) - n1
+    moments[0, 1] += x0
+    moments[0, 2] += xx0
+    moments[1, 0] += n1
+    moments[1, 1] += x1
+    moments[1, 2] += xx1
 
 
 @jit
-def add_periods(response, treated, period, kept, running, moments):
-    """Add the tasks of a switchback to the moments of its whole periods, arm by arm.
+def close_periods(response, treated, period, kept, running, closed):
+    """Go on with the periods of a switchback, and list those that have come to their end.
 
-    A period is added when the next one begins, so the last one never is. Its tasks that are kept
-    have a number c and a summed response S, of which c times the response of the very first task is
-    taken off, so that squares lose little to rounding. Periods without any are passed over.
+    A period ends when the next one begins, so the last one never does. Its tasks that are kept have
+    a number and a summed response, of which the response of the very first task is taken off, so
+    that squares lose little to rounding. Periods without any are passed over.
 
     Parameters
     ----------
@@ -1398,12 +1398,14 @@ def add_periods(response, treated, period, kept, running, moments):
     period : int64 (m,), nondecreasing
     running : float64 (7,), changed: whether there was a task, its response, the number of the
         current period, its control tasks and their sum, its treated tasks and their sum
-    moments : float64 (2, 6), changed, a row an arm: periods; sums of c, S, c^2, S^2 and c S
+    closed : float64 (m, 3), changed, a row a period: arm, tasks, sum
 
     Returns
     -------
-    int, the first period with kept tasks of both arms; -1 if there is none
+    (int, int): the periods listed; the first period with kept tasks of both arms, -1 if there is
+        none
     """
+    n = 0
     for k in range(len(response)):
         if running[0] == 0.0:
             running[0] = 1.0
@@ -1411,17 +1413,13 @@ def add_periods(response, treated, period, kept, running, moments):
             running[2] = period[k]
         if period[k] != running[2]:
             if running[3] > 0.0 and running[5] > 0.0:
-                return int(running[2])
+                return n, int(running[2])
             for arm in range(2):
-                count = running[3 + 2 * arm]
-                total = running[4 + 2 * arm]
-                if count > 0.0:
-                    moments[arm, 0] += 1.0
-                    moments[arm, 1] += count
-                    moments[arm, 2] += total
-                    moments[arm, 3] += count * count
-                    moments[arm, 4] += total * total
-                    moments[arm, 5] += count * total
+                if running[3 + 2 * arm] > 0.0:
+                    closed[n, 0] = arm
+                    closed[n, 1] = running[3 + 2 * arm]
+                    closed[n, 2] = running[4 + 2 * arm]
+                    n += 1
                 running[3 + 2 * arm] = 0.0
                 running[4 + 2 * arm] = 0.0
             running[2] = period[k]
@@ -1429,4 +1427,4 @@ def add_periods(response, treated, period, kept, running, moments):
             arm = int(treated[k])
             running[3 + 2 * arm] += 1.0
             running[4 + 2 * arm] += response[k] - running[1]
-    return -1
+    return n, -1

@@ -52,7 +52,7 @@ def source_hash() -> str:
 _NUMBERS = tuple(
     (_FOLDER / f"{name}.py").read_text("utf-8")
     for name in (
-        *("designs", "estimators", "exact", "grid", "inference", "kernels", "policies"),
+        *("designs", "estimators", "exact", "grid", "horizon", "inference", "kernels", "policies"),
         *("scenario", "simulate", "streaming", "study"),
     )
 )

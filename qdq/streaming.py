@@ -7,16 +7,19 @@ experiment is fed from a log or straight from the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qdq import inference, kernels
+from qdq import kernels
 
 # Tasks to a chunk: their columns stay in the processor's second cache.
 CHUNK = 1 << 14
+
+# Blocks that an experiment is cut into: from half as many to as many, once there are enough tasks.
+MOST_BLOCKS = 256
 
 
 class Chunk(NamedTuple):
@@ -80,34 +83,72 @@ class Present:
         return found, (ends_at, earlier, earlier_ends_at)
 
 
+class Blocks:
+    """Sums over blocks of consecutive units (tasks, windows or periods), arm by arm.
+
+    All blocks but the last hold the same number of units, a power of two: when there are more
+    than 256, neighbours are merged. So they depend on the number of units alone, not on whether it
+    was known beforehand, and memory does not grow with it.
+
+    Parameters
+    ----------
+    width : int
+        Sums to a block and arm.
+    units : int, default 0
+        Units that will come, if that is known: it saves the merging.
+    """
+
+    def __init__(self, width: int, units: int = 0) -> None:
+        self.length = 1
+        while units > MOST_BLOCKS * self.length:
+            self.length *= 2
+        self.sums = np.zeros((MOST_BLOCKS, 2, width))
+
+    def make_room(self, units: int) -> None:
+        """Merge neighbours until so many units have room."""
+        while units > MOST_BLOCKS * self.length:
+            half = MOST_BLOCKS // 2
+            self.sums[:half] = self.sums[0::2] + self.sums[1::2]
+            self.sums[half:] = 0.0
+            self.length *= 2
+
+    def pieces(self, first: int, stop: int) -> Iterator[tuple[NDArray[np.float64], int, int]]:
+        """Yield the blocks of units ``first .. stop - 1``: their sums, and which units they get."""
+        while first < stop:
+            block = first // self.length
+            end = min((block + 1) * self.length, stop)
+            yield self.sums[block], first, end
+            first = end
+
+
 class Sums:
     """What the estimators need to know of the tasks seen so far.
 
     Parameters
     ----------
-    n_tasks : int
-        Tasks that will come.
     first : int
-        The first of them that counts: earlier ones open no window and enter no mean.
+        The first task that counts: earlier ones open no window and enter no mean.
     windows : collection of Window
         Truncated sums to take.
-    batches : bool
-        Whether to take the sums of runs of tasks.
+    means : bool
+        Whether to take the sums that the arms' means need.
     present_until, present_start : ndarray of float64, shape (m,)
         Departure and start of service of the tasks in the system before the first arrival.
     rates_at : callable
         ``rates_at(rate, time)`` gives the arrival rate at times (n,), for the rates of `windows`.
+    n_tasks : int, default 0
+        Tasks that will come, if that is known: it saves some time.
     """
 
     def __init__(
         self,
-        n_tasks: int,
         first: int,
         windows: Collection[Window],
-        batches: bool,
+        means: bool,
         present_until: NDArray[np.float64],
         present_start: NDArray[np.float64],
         rates_at: Callable[[Any, NDArray[np.float64]], NDArray[np.float64]],
+        n_tasks: int = 0,
     ) -> None:
         self.n_seen = 0
         self.first_arrival = self.last_arrival = 0.0
@@ -117,17 +158,18 @@ class Sums:
         self._present = Present(present_until)
         self._waiting = Present(present_start)
 
-        self.edges = inference.batch_edges(first, n_tasks) if batches else None
-        runs = 0 if self.edges is None else self.edges.size - 1
-        self.batch_counts = np.zeros((runs, 2), np.int64)
-        self.batch_sums = np.zeros((runs, 2))
+        units = max(n_tasks - first, 0)
+        self._origin: float | None = None
+        self._means = Blocks(3, units) if means else None
 
         self._period_running = np.zeros(7)
-        self.period_moments = np.zeros((2, 6))
+        self._period_moments = np.zeros((2, 6))
+        self._period_blocks = Blocks(2)
+        self._n_periods = 0
 
         self._windows = list(dict.fromkeys(windows))
         self._running = {window: np.zeros(5) for window in self._windows}
-        self._moments = {window: np.zeros((2, 6)) for window in self._windows}
+        self._moments = {window: Blocks(6, units) for window in self._windows}
         # The newest tasks, as many as the longest window needs; once full, the rest is dropped.
         self._kept = max((window.horizon for window in self._windows), default=0) + 1
         room = self._kept + max(self._kept, 2 * CHUNK) if self._windows else 0
@@ -148,28 +190,10 @@ class Sums:
         """
         self._count_from(chunk.base)
         response = chunk.departure - chunk.arrival
-        if self.edges is not None:
-            kernels.add_batches(
-                response,
-                chunk.treated,
-                self.n_seen,
-                self.edges,
-                self.batch_counts,
-                self.batch_sums,
-            )
+        if self._means is not None:
+            self._add_means(chunk, response)
         if chunk.period is not None:
-            mixed = kernels.add_periods(
-                response,
-                chunk.treated,
-                chunk.period,
-                chunk.kept,
-                self._period_running,
-                self.period_moments,
-            )
-            if mixed >= 0:
-                raise ValueError(
-                    f"period {mixed} holds tasks of both arms: in a switchback each holds one"
-                )
+            self._add_periods(chunk, response)
         if self._windows:
             self._add_windows(chunk, response)
         if self.n_seen == 0:
@@ -177,25 +201,70 @@ class Sums:
         self.last_arrival = chunk.base + float(chunk.arrival[-1])
         self.n_seen += chunk.arrival.size
 
-    def window_moments(self, window: Window, scale: float) -> NDArray[np.float64]:
-        """Return the moments of both truncated sums, the queue's multiplied by `scale`.
+    def means(self) -> NDArray[np.float64]:
+        """Return the sums of the tasks that count, block by block.
 
         Returns
         -------
-        ndarray of float64, shape (2, 6)
-            A row an arm (0 control, 1 treatment): windows; mean response, mean queue; sums of
-            squared deviations from the arm's mean of response and of queue; sum of their products.
-            An empty arm has zeros.
+        ndarray of float64, shape (B, 2, 3)
+            A row an arm (0 control, 1 treatment): tasks; sums of their responses and of the squares
+            of these, from all of which the same number was taken off.
         """
-        origin = self._running[window][2:4]
-        result = self._moments[window].copy()
-        for arm in range(2):
-            count, x, y = result[arm, :3]
-            if count > 0.0:
-                result[arm, 3:] -= (x * x / count, y * y / count, x * y / count)
-                result[arm, 3:5] = np.maximum(result[arm, 3:5], 0.0)
-                result[arm, 1:3] = origin + result[arm, 1:3] / count
-        return result * (1.0, 1.0, scale, 1.0, scale**2, scale)
+        assert self._means is not None
+        return _filled(self._means.sums)
+
+    def periods(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the sums of the whole periods of a switchback, all in all and block by block.
+
+        From each response the same number was taken off.
+
+        Returns
+        -------
+        moments : ndarray of float64, shape (2, 6)
+            As `inference.clustered` takes them.
+        blocks : ndarray of float64, shape (B, 2, 2)
+            A row an arm: tasks, and their summed responses.
+        """
+        return self._period_moments, _filled(self._period_blocks.sums)
+
+    def windows(self, window: Window, scale: float) -> NDArray[np.float64]:
+        """Return the sums of both truncated sums, the queue's multiplied by `scale`, by block.
+
+        Returns
+        -------
+        ndarray of float64, shape (B, 2, 6)
+            A row an arm (0 control, 1 treatment): windows; summed response, summed queue; sums of
+            squares of response and of queue, and of their products. From every truncated sum the
+            same number was taken off, which `origin` returns.
+        """
+        return _filled(self._moments[window].sums) * (1.0, 1.0, scale, 1.0, scale**2, scale)
+
+    def origin(self, window: Window, scale: float) -> NDArray[np.float64]:
+        """Return what was taken off response and queue in `windows`."""
+        return self._running[window][2:4] * (1.0, scale)
+
+    def costs(self, chunk: Chunk, before: float) -> dict[Any, NDArray[np.float64]]:
+        """Return what the queue's sums add up, task by task, for tasks that come next.
+
+        Parameters
+        ----------
+        chunk : Chunk
+        before : float
+            The arrival before, counted as the chunk's.
+
+        Returns
+        -------
+        dict of (queue, rate) to ndarray of float64, shape (m,)
+        """
+        found = self._found(chunk, before)
+        costs = {}
+        for queue, rate in self._costs:
+            if queue is not None:
+                cost = found[queue].astype(np.float64)
+                if rate is not None:
+                    cost /= self._rates_at(rate, chunk.base + chunk.arrival)
+                costs[queue, rate] = cost
+        return costs
 
     def _count_from(self, base: float) -> None:
         by = base - self._base
@@ -204,6 +273,37 @@ class Sums:
             self._present.ends = self._present.ends - by
             self._waiting.ends = self._waiting.ends - by
             self._newest["arrival"][: self._held] -= by
+
+    def _add_means(self, chunk: Chunk, response: NDArray[np.float64]) -> None:
+        assert self._means is not None
+        if self._origin is None:
+            self._origin = float(response[0])
+        begin, end = max(self.n_seen, self._first), self.n_seen + response.size
+        self._means.make_room(end - self._first)
+        shift = self._first - self.n_seen  # from a task's number among those that count
+        for sums, first, stop in self._means.pieces(begin - self._first, end - self._first):
+            rows = slice(first + shift, stop + shift)
+            kernels.add_tasks(response[rows], chunk.treated[rows], self._origin, sums)
+
+    def _add_periods(self, chunk: Chunk, response: NDArray[np.float64]) -> None:
+        closed = np.empty((response.size, 3))
+        n, mixed = kernels.close_periods(
+            response, chunk.treated, chunk.period, chunk.kept, self._period_running, closed
+        )
+        if mixed >= 0:
+            raise ValueError(
+                f"period {mixed} holds tasks of both arms: in a switchback each holds one"
+            )
+        arm = closed[:n, 0].astype(np.int64)
+        c, s = closed[:n, 1], closed[:n, 2]
+        np.add.at(
+            self._period_moments, arm, np.column_stack((np.ones(n), c, s, c * c, s * s, c * s))
+        )
+        blocks = self._period_blocks
+        blocks.make_room(self._n_periods + n)
+        number = np.arange(self._n_periods, self._n_periods + n) // blocks.length
+        np.add.at(blocks.sums, (number, arm), closed[:n, 1:])
+        self._n_periods += n
 
     def _add_windows(self, chunk: Chunk, response: NDArray[np.float64]) -> None:
         m = response.size
@@ -217,28 +317,29 @@ class Sums:
         newest["response"][new] = response
         newest["arrival"][new] = chunk.arrival
         newest["treated"][new] = chunk.treated
-        found = self._found(chunk, float(before))
-        for queue, rate in self._costs:
-            if queue is not None:
-                cost = newest[queue, rate]
-                cost[new] = found[queue]
-                if rate is not None:
-                    cost[new] /= self._rates_at(rate, chunk.base + chunk.arrival)
+        for which, cost in self.costs(chunk, float(before)).items():
+            newest[which][new] = cost
         self._held += m
         oldest = self.n_seen + m - self._held  # number of the task at the beginning of `newest`
         for window in self._windows:
-            kernels.add_windows(
-                newest["response"],
-                newest[window.queue, window.rate],
-                newest["arrival"],
-                newest["treated"],
-                max(self.n_seen - window.horizon, self._first) - oldest,
-                self._held - window.horizon,
-                window.horizon,
-                window.by_duration,
-                self._running[window],
-                self._moments[window],
-            )
+            blocks = self._moments[window]
+            blocks.make_room(self.n_seen + m - self._first)
+            begin = max(self.n_seen - window.horizon, self._first) - self._first
+            end = self._held - window.horizon + oldest - self._first
+            shift = self._first - oldest
+            for sums, first, stop in blocks.pieces(begin, end):
+                kernels.add_windows(
+                    newest["response"],
+                    newest[window.queue, window.rate],
+                    newest["arrival"],
+                    newest["treated"],
+                    first + shift,
+                    stop + shift,
+                    window.horizon,
+                    window.by_duration,
+                    self._running[window],
+                    sums,
+                )
 
     def _found(self, chunk: Chunk, before: float) -> dict[str, NDArray[Any]]:
         """Return what the windows ask for of the tasks that each arrival finds."""
@@ -267,3 +368,8 @@ class Sums:
             assert chunk.start is not None
             found["waiting"] = self._waiting.meet(chunk.arrival, chunk.start)[0]
         return found
+
+
+def _filled(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the blocks that hold something."""
+    return sums[: 1 + np.flatnonzero(sums[:, :, 0].any(axis=1)).max(initial=-1)].copy()

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from qdq import estimators, inference, validation
-from qdq.designs import AllControl, AllTreatment, Bernoulli, Design, Switchback
+from qdq.designs import AllControl, AllTreatment, Bernoulli, Design, ServerSplit, Switchback
 from qdq.estimators import ArrivalRate, Call, Estimate
 from qdq.exact import TrueEffect, true_effect
 from qdq.provenance import source_hash
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # What a replication leaves for each row of its labels; all the rest follows.
-_STORED = ("value", "standard_error", "degrees_of_freedom", "alpha", "n_used")
-_LABELS = ("design", "method", "horizon", "normalise", "queue", "arrival_rate")
+_STORED = ("value", "standard_error", "degrees_of_freedom", "alpha", "n_used", "horizon")
+_LABELS = ("design", "method", "rule", "horizon", "normalise", "queue", "arrival_rate", "variance")
 # A row of a replication; None where a number does not apply, or where there is no estimate.
 _Row = list[float | None]
 
@@ -61,19 +61,26 @@ class _Plan:
     designs: tuple[Design, ...]
     n_tasks: int
     seed: int
-    horizon: tuple[int, ...]
+    horizon: tuple[int | str, ...]
     normalise: tuple[str, ...]
     queue: tuple[str, ...]
     arrival_rate: tuple[ArrivalRate, ...]
+    variance: tuple[str | None, ...]
     washout: float
     warm_up: float
 
     def calls(self, design: Design) -> Iterator[Call]:
         """Yield the calls that estimate each method and variant once."""
         if not isinstance(design, Bernoulli):
-            yield Call(estimators.METHODS_OF[type(design)], washout=self.washout)
+            for by in self.variance:
+                methods = estimators.METHODS_OF[type(design)]
+                unequal = False
+                if isinstance(design, ServerSplit):
+                    unequal = not design.equal_groups(self.scenario)
+                yield Call(methods, washout=self.washout, variance=by, unequal_groups=unequal)
             return
-        yield Call(("naive",))
+        for by in self.variance:
+            yield Call(("naive",), variance=by)
         one_rate = np.ptp(self.scenario.rates) == 0.0
         for horizon, normalise in itertools.product(self.horizon, self.normalise):
             first: tuple[str, ...] = ("dq_response",)  # it has no use for what the queue's sums are
@@ -82,8 +89,16 @@ class _Plan:
                 # The time average needs no rate.
                 for rate in (None,) if queue == "time_average" else self.arrival_rate:
                     methods = (*first, "dq_queue", *mixed)
-                    yield Call(methods, horizon, normalise, queue, rate)
+                    for by in self.variance:
+                        call = Call(methods, None, normalise, queue, rate, variance=by)
+                        yield self._with_horizon(call, horizon)
                     first = ()
+
+    def _with_horizon(self, call: Call, horizon: int | str) -> Call:
+        if isinstance(horizon, str):
+            grid = estimators.horizon_grid(self.n_tasks, self.scenario)
+            return call._replace(rule=horizon, grid=grid)
+        return call._replace(horizon=horizon)
 
     def labels(self) -> list[dict[str, Any]]:
         """Return what each row of a replication is of."""
@@ -92,8 +107,10 @@ class _Plan:
             for call in self.calls(design):
                 for method in call.methods:
                     row = dict.fromkeys(_LABELS) | {"design": repr(design), "method": method}
+                    row |= {"variance": call.variance or estimators.VARIANCE_OF[method]}
                     if method.startswith("dq_"):
-                        row |= {"horizon": call.horizon, "normalise": call.normalise}
+                        row |= {"rule": call.rule, "horizon": call.horizon}
+                        row |= {"normalise": call.normalise}
                     if method in ("dq_queue", "dq_mixed"):
                         row |= {"queue": call.queue}
                         row |= {"arrival_rate": _rate_label(call.arrival_rate)}
@@ -331,9 +348,9 @@ class Study:
         The global treatment effect that the estimates are compared with.
     replications : DataFrame
         A row an estimate, ordered by replication and then as `table`, with the columns
-        ``replication, design, method, horizon, normalise, queue, arrival_rate, value,
-        standard_error, degrees_of_freedom, low, high, alpha, n_used``; missing where they do not
-        apply. Designs are written as their ``repr``, numbers among the arrival rates as text.
+        ``replication, design, method, rule, horizon, normalise, queue, arrival_rate, variance,
+        value, standard_error, degrees_of_freedom, low, high, alpha, n_used``; missing where they do
+        not apply. Designs are written as their ``repr``, numbers among the arrival rates as text.
     settings : dict
         What was run, JSON-native where that is possible; with a store, what study.json holds.
     """
@@ -358,12 +375,12 @@ class Study:
     def table(self) -> pd.DataFrame:
         """How each method does over the replications: a row a design, method and variant.
 
-        Columns: ``design, method, horizon, normalise, queue, arrival_rate``; ``n_replications``,
-        those that gave an estimate; ``mean`` of the estimates; ``bias``, their mean minus the
-        truth; ``sd``, their standard deviation over replications; ``rmse``, the root of their mean
-        squared distance from the truth; ``coverage``, the share of the intervals that hold the
-        truth; ``mean_standard_error``; and after each of the five the standard error of itself,
-        ``mean_error`` to ``coverage_error``.
+        Columns: ``design, method, rule, horizon, normalise, queue, arrival_rate, variance``;
+        ``n_replications``, those that gave an estimate; ``mean`` of the estimates; ``bias``, their
+        mean minus the truth; ``sd``, their standard deviation over replications; ``rmse``, the root
+        of their mean squared distance from the truth; ``coverage``, the share of the intervals that
+        hold the truth; ``mean_standard_error``; and after each of the first five the standard error
+        of itself, ``mean_error`` to ``coverage_error``.
 
         Notes
         -----
@@ -476,9 +493,11 @@ def _statistics(
     squares = (value - truth) ** 2
     rmse = math.sqrt(float(np.mean(squares)))
     of_square = float(np.var(squares, ddof=1)) / n + (2.0 * bias * truth_error) ** 2
-    coverage = share(truth)
-    by_draw = math.sqrt(n * coverage * (1.0 - coverage) + 0.25) / (n + 1.0)
-    by_truth = 0.5 * (share(truth + truth_error) - share(truth - truth_error))
+    coverage = by_draw = by_truth = math.nan
+    if np.isfinite(standard_error).all():
+        coverage = share(truth)
+        by_draw = math.sqrt(n * coverage * (1.0 - coverage) + 0.25) / (n + 1.0)
+        by_truth = 0.5 * (share(truth + truth_error) - share(truth - truth_error))
     return {
         "n_replications": n,
         "mean": mean,
@@ -515,7 +534,8 @@ def _frame(plan: _Plan, results: Sequence[list[_Row]], level: float) -> pd.DataF
         values = [row[name] for row in labels] * len(results)
         frame[name] = pd.array(values, dtype="Int64") if name == "horizon" else values
     frame |= {name: column[name] for name in (*_STORED[:3], "low", "high", "alpha")}
-    frame["n_used"] = pd.array(column["n_used"], dtype="Float64").astype("Int64")
+    for name in ("n_used", "horizon"):  # the horizon of each replication, if a rule chose it
+        frame[name] = pd.array(column[name], dtype="Float64").astype("Int64")
     return pd.DataFrame(frame)
 
 
@@ -533,10 +553,11 @@ def run_study(
     store: str | os.PathLike[str] | None = None,
     *,
     designs: Design | Sequence[Design] = (Bernoulli(0.5),),  # noqa: B008 (it is immutable)
-    horizon: int | Sequence[int] | None = None,
+    horizon: int | str | Sequence[int | str | None] | None = None,
     normalise: str | Sequence[str] = "group_means",
     queue: str | Sequence[str] = "in_system",
     arrival_rate: ArrivalRate | Sequence[ArrivalRate | None] | None = None,
+    variance: str | Sequence[str] | None = None,
     washout: float = 0.0,
     level: float = 0.95,
     warm_up: float | None = None,
@@ -546,8 +567,8 @@ def run_study(
     """Replicate an experiment, and compare the estimates with the true effect.
 
     Each replication simulates every design and applies every method that the design admits, to the
-    same logs. `horizon`, `normalise`, `queue` and `arrival_rate` also take several values: the DQ
-    methods are then estimated in each combination.
+    same logs. `horizon`, `normalise`, `queue`, `arrival_rate` and `variance` also take several
+    values: the methods that use them are then estimated in each combination.
 
     Parameters
     ----------
@@ -569,7 +590,7 @@ def run_study(
         with a file replications.parquet.
     designs : Design or sequence of Design, default (Bernoulli(0.5),)
         Bernoulli, Switchback or ServerSplit, none twice.
-    horizon, normalise, queue, arrival_rate
+    horizon, normalise, queue, arrival_rate, variance
         As for `estimate`, or a sequence of such values, none twice. With service rates that differ,
         there is no dq_mixed of ``queue="waiting"``.
     washout : float, default 0.0
@@ -612,7 +633,17 @@ def run_study(
     (4, 3)
     """
     plan = _checked_plan(
-        scenario, n_tasks, seed, designs, horizon, normalise, queue, arrival_rate, washout, warm_up
+        scenario,
+        n_tasks,
+        seed,
+        designs,
+        horizon,
+        normalise,
+        queue,
+        arrival_rate,
+        variance,
+        washout,
+        warm_up,
     )
     right = "an integer >= 2 (a standard deviation needs two)"
     n_replications = validation.integer("n_replications", n_replications, right, at_least=2)
@@ -665,10 +696,11 @@ def replicate(
     seed: Seed,
     warm_up: float | None = None,
     *,
-    horizon: int | Sequence[int] | None = None,
+    horizon: int | str | Sequence[int | str | None] | None = None,
     normalise: str | Sequence[str] = "group_means",
     queue: str | Sequence[str] = "in_system",
     arrival_rate: ArrivalRate | Sequence[ArrivalRate | None] | None = None,
+    variance: str | Sequence[str] | None = None,
     washout: float = 0.0,
     level: float = 0.95,
 ) -> pd.DataFrame:
@@ -682,7 +714,7 @@ def replicate(
     scenario, design, n_tasks, seed, warm_up
         As for `simulate`; the tasks are the same. The design is Bernoulli, Switchback or
         ServerSplit.
-    horizon, normalise, queue, arrival_rate, washout
+    horizon, normalise, queue, arrival_rate, variance, washout
         As for `run_study`: several values are estimated in each combination, of the same tasks.
     level : float, default 0.95
         Confidence level.
@@ -709,7 +741,17 @@ def replicate(
     if isinstance(design, (list, tuple)):
         raise TypeError(f"design={design!r} is not one design, such as Bernoulli(0.5)")
     plan = _checked_plan(
-        scenario, n_tasks, 0, design, horizon, normalise, queue, arrival_rate, washout, warm_up
+        scenario,
+        n_tasks,
+        0,
+        design,
+        horizon,
+        normalise,
+        queue,
+        arrival_rate,
+        variance,
+        washout,
+        warm_up,
     )
     level = validation.number("level", level, "strictly between 0 and 1", above=0.0, below=1.0)
     seed_sequence(seed)
@@ -824,10 +866,11 @@ def _checked_plan(
     n_tasks: int,
     seed: int,
     designs: Design | Sequence[Design],
-    horizon: int | Sequence[int] | None,
+    horizon: int | str | Sequence[int | str | None] | None,
     normalise: str | Sequence[str],
     queue: str | Sequence[str],
     arrival_rate: ArrivalRate | Sequence[ArrivalRate | None] | None,
+    variance: str | Sequence[str] | None,
     washout: float,
     warm_up: float | None,
 ) -> _Plan:
@@ -855,8 +898,9 @@ def _checked_plan(
             _check_periods(scenario, design, n_tasks, washout)
 
     right = f"a number of arrivals >= 1 and below n_tasks={n_tasks}"
-    horizons = []
+    horizons: list[int | str] = []
     for value in _several("horizon", horizon):
+        value = estimators.check_horizon(value)
         if value is None:
             value = scenario.default_horizon
             if value >= n_tasks and any(isinstance(design, Bernoulli) for design in chosen):
@@ -864,11 +908,9 @@ def _checked_plan(
                     f"horizon=None means {value} for this scenario, and it must be below "
                     f"n_tasks={n_tasks}: give a horizon, or more tasks"
                 )
-            horizons.append(value)
-        else:
-            horizons.append(
-                validation.integer("horizon", value, right, at_least=1, at_most=n_tasks - 1)
-            )
+        elif not isinstance(value, str) and value >= n_tasks:
+            raise validation.refuse("horizon", value, right)
+        horizons.append(value)
     normalisations = _several("normalise", normalise)
     for value in normalisations:
         estimators.check_choice("normalise", value, estimators.NORMALISATIONS)
@@ -887,6 +929,11 @@ def _checked_plan(
                 "arrival_rate", value, "another one: an ArrivalTrace has no rate in its scenario"
             )
         rates.append(value)
+    variances = _several("variance", variance)
+    for value in variances:
+        if value is not None:
+            estimators.check_choice("variance", value, estimators.VARIANCES)
+    _refuse_repeated("variance", list(variances))
     _refuse_repeated("designs", list(chosen))
     _refuse_repeated("horizon", horizons)
     _refuse_repeated("normalise", list(normalisations))
@@ -901,6 +948,7 @@ def _checked_plan(
         normalise=normalisations,
         queue=queues,
         arrival_rate=tuple(rates),
+        variance=variances,
         washout=washout,
         warm_up=warm_up,
     )

@@ -198,7 +198,7 @@ def assert_equals_definition(log, horizon, normalise, queue, rate, reference=Non
     assume(min(z.sum(), (~z).sum()) >= 2)
     propensity = log.propensity if normalise == "inverse_propensity" else None
     wdq, qdq_, cov = differences(qw, qq, z, propensity)
-    options = {"horizon": horizon, "normalise": normalise}
+    options = {"horizon": horizon, "normalise": normalise, "variance": "score"}
     rates = {"queue": queue, "arrival_rate": rate}
 
     scale = np.abs(qw).max() + np.abs(qq).max() + 1.0
@@ -454,7 +454,7 @@ def test_variances_keep_their_digits_beside_a_huge_level():
     treated = log.treated[: n - horizon]
     expected = sum(sums[arm].var(ddof=1) / arm.sum() for arm in (treated, ~treated))
     # W = D - A is itself rounded to 2e-9.
-    found = qdq.dq_response(log, horizon=horizon).standard_error ** 2
+    found = qdq.dq_response(log, horizon=horizon, variance="score").standard_error ** 2
     assert found == pytest.approx(expected, rel=1e-7)
 
 
@@ -470,10 +470,15 @@ def batch_means_by_loops(log):
     influence = np.where(
         treated, (response - m1) / treated.sum(), -(response - m0) / (~treated).sum()
     )
-    batches = max(2, min(30, response.size // 10))
-    edges = [b * response.size // batches for b in range(batches + 1)]
+    length = 1
+    while response.size > 256 * length:
+        length *= 2
+    blocks = -(-response.size // length)
+    length *= -(-blocks // 32)  # blocks to a batch, so that there are at most 32
+    edges = [*range(0, response.size, length), response.size]
     parts = [influence[a:b].sum() for a, b in pairwise(edges)]
-    return m1 - m0, batches / (batches - 1) * sum(u**2 for u in parts), batches - 1
+    share = np.diff(edges) / response.size
+    return m1 - m0, sum(u**2 for u in parts) / (1.0 - np.sum(share**2)), len(parts) - 1
 
 
 @pytest.mark.parametrize(("n", "skip"), [(400, 0.0), (400, 30.0), (45, 0.0), (12, 1.0)])
@@ -481,7 +486,7 @@ def batch_means_by_loops(log):
 def test_difference_of_means(n, skip, design):
     log = random_log(n, skip=skip, design=design, propensity=None)
     method = qdq.server_split if isinstance(design, qdq.ServerSplit) else qdq.naive
-    found = method(log, level=0.9)
+    found = method(log, level=0.9, variance="batch_means")
     value, variance, freedom = batch_means_by_loops(log)
     assert found.value == pytest.approx(value, rel=1e-12)
     assert found.standard_error == pytest.approx(math.sqrt(variance), rel=1e-10)
@@ -527,7 +532,7 @@ def test_switchback_by_loops(outside, washout, skip):
         variances.append(factor * sum(((c - mean).sum() / total) ** 2 for c in cells))
         sizes.append(len(cells))
     assert min(sizes) >= 10
-    found = qdq.switchback(log, washout=washout)
+    found = qdq.switchback(log, washout=washout, variance="score")
     assert found.value == pytest.approx(means[1] - means[0], rel=1e-12)
     assert found.standard_error == pytest.approx(math.sqrt(sum(variances)), rel=1e-10)
     welch = sum(variances) ** 2 / sum(v**2 / (k - 1) for v, k in zip(variances, sizes, strict=True))
@@ -712,14 +717,11 @@ def test_compiled_kernels_equal_their_python_bit_for_bit(log, horizon, by_durati
         stretch = (log.first_counted, log.n_tasks - horizon, horizon, by_duration)
         columns = (log.response_time, costs, log.arrival, log.treated)
         both("add_windows", *columns, *stretch, np.zeros(5), np.zeros((2, 6)))
-    edges = inference.batch_edges(0, log.n_tasks)
-    runs = edges.size - 1
-    totals = (np.zeros((runs, 2), np.int64), np.zeros((runs, 2)))
-    both("add_batches", log.response_time, log.treated, 0, edges, *totals)
+    both("add_tasks", log.response_time, log.treated, 1.5, np.zeros((2, 3)))
     period = np.floor(log.arrival / 2.0).astype(np.int64)
     kept = log.arrival - 2.0 * period >= 0.5
     columns = (log.response_time, period % 2 == 0, period, kept)
-    both("add_periods", *columns, np.zeros(7), np.zeros((2, 6)))
+    both("close_periods", *columns, np.zeros(7), np.zeros((log.n_tasks, 3)))
 
 
 # --------------------------------------------------------------------------------------------------
