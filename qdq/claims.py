@@ -406,12 +406,14 @@ def in_short(page: str, rules: Mapping[str, Any] | None = None) -> str:
     names = [name for name in map(str, rows) if name not in {*_NOT_COORDINATES, *VARIANT}]
     lowest: Counter[str] = Counter()
     for _, cell in ratios.groupby(names, sort=False, dropna=False):
-        best = cell.iloc[int(cell["value"].astype(float).argmax())]
-        lowest[best["against"] if best["value"] > 1.0 else "dq_mixed"] += 1
+        others = cell.set_index("against")["value"].astype(float)
+        # wDQ over one arrival is the naive estimator but for the last task: not a lower error.
+        best = next(method for method in METHODS if others.get(method, 0.0) > 0.999 * others.max())
+        lowest[best if others.max() > 1.0 else "dq_mixed"] += 1
     cells = sum(lowest.values())
-    (first, count), *others = lowest.most_common()
+    (first, count), *rest = lowest.most_common()
     leaders = [f"for {_label(first)} in {count} of {cells} cells"]
-    leaders += [f"for {_label(method)} in {count}" for method, count in others]
+    leaders += [f"for {_label(method)} in {count}" for method, count in rest]
     if "dq_mixed" not in lowest:
         leaders.append(f"for {_label('dq_mixed')} in none")
     spread = rows[(rows["quantity"] == "sd_ratio") & (rows["against"] == "naive")]
