@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -41,6 +41,8 @@ _WORDS = {
     "time_average": "time average",
     "arrival_rate": "arrival rate",
     "normalise": "normalisation",
+    "own": "own dispatches",
+    "either": "either way",
 }
 _QUANTITIES = {
     "share_found": "the share of the effect that {method} finds",
@@ -49,8 +51,12 @@ _QUANTITIES = {
     "rmse_ratio": "the RMSE of {method} over that of {against}",
     "gap": "the gap between both readings over the effect",
     "correlation": "the correlation of the two sums",
-    "log_rmse_loss": "the log of the RMSE of {method} at the default horizon over the lowest",
+    "log_rmse_loss": (
+        "the RMSE of {method} at the default horizon over the lowest of the horizons tried"
+    ),
 }
+# What a part is about, where the parts of a claim have cells of their own.
+_TOPICS = {"log_rmse_loss": "RMSE", "bias_cut": "bias"}
 _OTHERS = {"fixed_alpha": "the best fixed weight"}  # that figures do not draw
 
 
@@ -108,17 +114,65 @@ class Verdict:
         return list(dict.fromkeys(self.parts["page"])) if len(self.parts) else []
 
     def counted(self) -> str:
-        """Say in how many cells it holds, fails and is open."""
-        counts = self.counts
-        total = sum(counts.values())
-        if not total:
+        """Say in how many cells it holds, fails and is open.
+
+        Of failures on either side of a range, how many are on which; and the same part by part
+        where the parts have cells of their own.
+        """
+        if not len(self.cells):
             return "No cell counts."
-        text = f"It holds in {counts['holds']} of {total} cells and fails in {counts['fails']}"
-        if counts["open"]:
-            text += f"; {counts['open']} can't be told"
+        text = f"It {_counted(self.counts, self._sides())}"
         if self.left_out:
             text += f"; {self.left_out} more have no clear effect and are left out"
-        return text + "."
+        text += "."
+        groups = self._groups()
+        if len(groups) > 1:
+            said = [
+                f"that about {_or(list(dict.fromkeys(_TOPICS.get(q, q) for q in quantities)))} "
+                f"{_counted(counts).replace(';', ',')}"
+                for quantities, counts in groups
+            ]
+            text += f" Its parts have cells of their own: {'; '.join(said)}."
+        return text
+
+    def _keyed(self) -> tuple[pd.Series, pd.Series]:
+        """Return a key of the cell of each part, and of each cell."""
+        names = [name for name in self.cells if name != "outcome"]
+        parts, cells = (
+            pd.Series(list(map(str, frame[names].to_numpy(object).tolist())), frame.index)
+            for frame in (self.parts, self.cells)
+        )
+        return parts, cells
+
+    def _sides(self) -> str:
+        """Say on which side of a range the cells fail, if all parts have a range."""
+        if not np.isfinite(self.parts[["low", "high"]].to_numpy(float)).all():
+            return ""
+        failing = self.parts[self.parts["outcome"] == "fails"]
+        below = failing["value"].astype(float) <= failing["low"].astype(float)
+        by_cell = below.groupby(self._keyed()[0].loc[failing.index], sort=False)
+        lowest, highest = by_cell.min(), by_cell.max()  # True: below
+        counts = {
+            "below the range": int((lowest & highest).sum()),
+            "above it": int((~lowest & ~highest).sum()),
+            "below by one part and above by another": int((lowest != highest).sum()),
+        }
+        found = {side: count for side, count in counts.items() if count}
+        if len(found) == 1:
+            return f"all {next(iter(found))}"
+        return ", ".join(f"{count} {side}" for side, count in found.items())
+
+    def _groups(self) -> list[tuple[list[str], Counter[str]]]:
+        """Return quantities and counts of the parts, together where they share cells."""
+        of_part, of_cell = self._keyed()
+        groups: list[tuple[list[str], set[str]]] = []
+        for _, part in self.parts.groupby("part", sort=False):
+            quantities, there = [str(part["quantity"].iloc[0])], set(of_part.loc[part.index])
+            for group in [group for group in groups if group[1] & there]:
+                groups.remove(group)
+                quantities, there = group[0] + quantities, group[1] | there
+            groups.append((quantities, there))
+        return [(q, Counter(self.cells["outcome"][of_cell.isin(there)])) for q, there in groups]
 
     def conditions(self) -> list[str]:
         """Say where it holds: conditions under which some cell holds and none fails."""
@@ -129,7 +183,7 @@ class Verdict:
         return found
 
     def figures(self) -> Iterator[str]:
-        """Say the range of each part's quantity over the cells."""
+        """Say the range of each part's quantity over the cells; of a log, that of its ratio."""
         if self.parts.empty:
             return
         for _, part in self.parts.groupby("part", sort=False):
@@ -138,17 +192,48 @@ class Verdict:
                 method=_label(first["method"]),
                 against=_label(first["against"]),
             )
-            yield f"{name} is {ranged(part['value'], part['error'])}"
+            value, error = (part[column].astype(float) for column in ("value", "error"))
+            low, high = float(first["low"]), float(first["high"])
+            fails = part["outcome"] == "fails"
+            sides = int((fails & (value <= low)).sum()), int((fails & (value >= high)).sum())
+            if str(first["quantity"]).startswith("log_"):
+                value = value.map(math.exp)
+                error = value * error
+            text = f"{name} is {ranged(value, error)}"
+            if math.isfinite(low) and math.isfinite(high) and fails.any():
+                text += (
+                    f"; beyond doubt it is below {low:g} in {sides[0]} of {len(part)} cells and "
+                    f"above {high:g} in {sides[1]}"
+                )
+            yield text
+
+
+def _counted(counts: Mapping[str, int], sides: str = "") -> str:
+    """Say "holds in 3 of 8 cells and fails in 4; 1 can't be told"."""
+    total = sum(counts.values())
+    cells = "cell" if total == 1 else "cells"
+    text = f"holds in {counts.get('holds', 0)} of {total} {cells} and fails in "
+    text += f"{counts.get('fails', 0)}"
+    if sides:
+        text += f" ({sides})"
+    if counts.get("open"):
+        text += f"; {counts['open']} can't be told"
+    return text
 
 
 def ranged(values: pd.Series, errors: pd.Series) -> str:
-    """Say the median and the range of some numbers, each with its standard error."""
+    """Say the median and the range of some numbers, each with its standard error.
+
+    The median of an even number is the mean of the two in the middle. Its error is the mean of
+    theirs, which is what it is at most.
+    """
     order = values.astype(float).to_numpy().argsort()
     value, error = (x.astype(float).to_numpy()[order] for x in (values, errors))
     if len(value) == 1:
         return with_error(value[0], error[0])
-    middle = (len(value) - 1) // 2
-    low, centre, high = (with_error(value[i], error[i]) for i in (0, middle, len(value) - 1))
+    middle = slice((len(value) - 1) // 2, len(value) // 2 + 1)
+    centre = with_error(float(value[middle].mean()), float(error[middle].mean()))
+    low, high = (with_error(value[i], error[i]) for i in (0, -1))
     return f"{low} to {high}, median {centre}"
 
 
@@ -208,9 +293,7 @@ def verdict(
     left_out = 0
     keys = ["page", *(name for name in map(str, rows) if name not in {*_NOT_COORDINATES, "page"})]
     if rule.get("clear_effect", False):
-        size = parts["gte"].astype(float).abs()
-        clear = size >= rules["clear_effect"]["smallest"] * parts["control"].astype(float)
-        clear &= size >= rules["clear_effect"]["errors"] * parts["gte_error"].astype(float)
+        clear = _clear(parts, rules["clear_effect"])
         left_out = len(parts.loc[~clear, keys].drop_duplicates())
         parts = parts[clear].reset_index(drop=True)
     if parts.empty:
@@ -251,7 +334,7 @@ def said(page: str, quantities: pd.DataFrame, rules: Mapping[str, Any] | None = 
     Returns
     -------
     str
-        A list in Markdown.
+        Markdown: what the numbers are for, and a list. Empty if no claim lists the page.
     """
     rules = read() if rules is None else rules
     lines = []
@@ -265,7 +348,90 @@ def said(page: str, quantities: pd.DataFrame, rules: Mapping[str, Any] | None = 
                 line += f" It holds where: {where}."
             lines.append(line)
             lines += [f"  - {_capital(figure)}." for figure in found.figures()]
-    return "\n".join(lines)
+    return "\n".join([_basis(page, quantities, rules), "", *lines]) if lines else ""
+
+
+def _basis(page: str, quantities: pd.DataFrame, rules: Mapping[str, Any]) -> str:
+    """Say for which number of tasks and which variant the claims are weighed on a page."""
+    main = rules["main"]
+    normalise, queue = (_WORDS.get(main[name], main[name]) for name in ("normalise", "queue"))
+    text = f"For {_number_of_tasks(quantities['n_tasks'])} tasks an experiment, and for DQ with "
+    text += f"{normalise} and the queue read as {queue}"
+    listed = [
+        claim
+        for claim, rule in rules["claims"].items()
+        if page in rule.get("pages", ()) and rule.get("variants", False)
+    ]
+    several = any(
+        quantities[name].nunique() > 1 for name in VARIANT if name in quantities and name in main
+    )
+    if listed and several:
+        text += f"; {_and(listed)} {'counts' if len(listed) == 1 else 'count'} every variant that "
+        text += "the page runs"
+    return f"{text}. Standard errors are in parentheses."
+
+
+def in_short(page: str, rules: Mapping[str, Any] | None = None) -> str:
+    """Say in two sentences what a page's kept standard run finds.
+
+    Parameters
+    ----------
+    page : str
+        Name of a page whose quantities compare mixed DQ with all other methods.
+    rules : mapping, optional
+        As `read` returns.
+
+    Returns
+    -------
+    str
+        Markdown. If none is kept, it says so.
+    """
+    rules = read() if rules is None else rules
+    kept = publish.run_of(page)
+    if kept is None:
+        return "No run of this page is kept."
+    rows = _main_variant(kept.tables["quantities"], rules["main"])
+
+    def middle(values: pd.Series, write: Callable[[float], str]) -> str:
+        low, centre, high = map(write, np.quantile(values.astype(float), [0.0, 0.5, 1.0]))
+        return f"{centre} ({low} to {high})"
+
+    clear = rows[_clear(rows, rules["clear_effect"])]
+    shares = clear[clear["quantity"] == "share_found"]
+    naive, mixed = (
+        middle(shares.loc[shares["method"] == method, "value"], "{:z.2f}".format)
+        for method in ("naive", "dq_mixed")
+    )
+    ratios = rows[(rows["quantity"] == "rmse_ratio") & (rows["method"] == "dq_mixed")]
+    names = [name for name in map(str, rows) if name not in {*_NOT_COORDINATES, *VARIANT}]
+    lowest: Counter[str] = Counter()
+    for _, cell in ratios.groupby(names, sort=False, dropna=False):
+        others = cell.set_index("against")["value"].astype(float)
+        # wDQ over one arrival is the naive estimator but for the last task: not a lower error.
+        best = next(method for method in METHODS if others.get(method, 0.0) > 0.999 * others.max())
+        lowest[best if others.max() > 1.0 else "dq_mixed"] += 1
+    cells = sum(lowest.values())
+    (first, count), *rest = lowest.most_common()
+    leaders = [f"for {_label(first)} in {count} of {cells} cells"]
+    leaders += [f"for {_label(method)} in {count}" for method, count in rest]
+    if "dq_mixed" not in lowest:
+        leaders.append(f"for {_label('dq_mixed')} in none")
+    spread = rows[(rows["quantity"] == "sd_ratio") & (rows["against"] == "naive")]
+    spread = spread[spread["method"] == "dq_mixed"]
+    times = middle(spread["value"], lambda x: f"{float(f'{x:.2g}'):,g}")
+    return (
+        f"**In short** (the kept run of this page, {_number_of_tasks(rows['n_tasks'])} tasks an "
+        f"experiment; medians and, in parentheses, ranges over its cells): on average naive finds "
+        f"{naive} of the effect and mixed DQ {mixed}. The root mean squared error (RMSE) is lowest "
+        f"{_and(leaders)}; the standard deviation (SD) of mixed DQ is {times} times that of naive."
+    )
+
+
+def _clear(rows: pd.DataFrame, rule: Mapping[str, float]) -> pd.Series:
+    """Return which rows are of cells whose effect is large and well known enough."""
+    size = rows["gte"].astype(float).abs()
+    clear = size >= rule["smallest"] * rows["control"].astype(float)
+    return clear & (size >= rule["errors"] * rows["gte_error"].astype(float))
 
 
 def long_run(page: str, rules: Mapping[str, Any] | None = None) -> str:
@@ -281,18 +447,23 @@ def long_run(page: str, rules: Mapping[str, Any] | None = None) -> str:
     Returns
     -------
     str
-        Markdown: the claims as `said` has them, and the stamp. If none is kept, it says so.
+        Markdown: which parameters differ from those of the kept standard run, the stamp, and the
+        claims as `said` has them. If none is kept, it says so.
     """
-    kept = publish.kept(publish.find("results") / "paper").get(page)
+    kept, standard = (publish.run_of(page, chosen) for chosen in ("paper", "standard"))
     if kept is None:
         return "No long run of this page is kept."
-    parameters = ", ".join(f"`{name}` {value}" for name, value in kept.stamp["parameters"].items())
+    usual = standard.stamp["parameters"] if standard else {}
+    changed = [
+        f"`{name}` {value:,}" if isinstance(value, (int, float)) else f"`{name}` {value}"
+        for name, value in kept.stamp["parameters"].items()
+        if name not in usual or usual[name] != value
+    ]
     same = kept.stamp["numbers"] == numbers_hash()
-    return (
-        f"Kept under `book/results/paper`, made with {parameters} by the source "
-        f"`{kept.stamp['numbers'][:12]}` ({'that of' if same else 'another than'} this book).\n\n"
-        + said(page, kept.tables["quantities"], rules)
-    )
+    source = f"`{kept.stamp['numbers'][:12]}` ({'that of' if same else 'another than'} this book)"
+    text = f"Other than by default: {', '.join(changed)}." if changed else "All is as by default."
+    text += f" Kept under `book/results/paper`, made by the source {source}."
+    return f"{text}\n\n{said(page, kept.tables['quantities'], rules)}".rstrip()
 
 
 def _critical(level: float) -> float:
@@ -389,18 +560,25 @@ def _listed(names: Sequence[str], values: Sequence[tuple[Any, ...]], last: set[A
     `last` holds all values of the last column: where each of them will do, it is left out.
     """
     if len(names) == 1:
-        words = [_word(value[0]) for value in values]
-        return f"{_word(names[0])} {_or(words)}"
+        return _phrase(names[0], [value[0] for value in values])
     by_first: dict[Any, list[Any]] = {}
     for first, second in values:
         by_first.setdefault(first, []).append(second)
     parts = []
     for first, seconds in by_first.items():
-        part = f"{_word(names[0])} {_word(first)}"
+        part = _phrase(names[0], [first])
         if set(seconds) != last:
-            part += f" with {_word(names[1])} {_or([_word(second) for second in seconds])}"
+            part += f" with {_phrase(names[1], seconds)}"
         parts.append(part)
     return ", and ".join(parts)
+
+
+def _phrase(name: str, values: Sequence[Any]) -> str:
+    """Write a column and some of its values: "load 0.5 or 0.7"."""
+    words = _or([_word(value) for value in values])
+    if name == "horizon_share":
+        return f"horizon {words} of 30Nλ"
+    return f"{_word(name)} {words}"
 
 
 def _word(value: Any) -> str:
@@ -411,6 +589,15 @@ def _word(value: Any) -> str:
 
 def _or(words: Sequence[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _number_of_tasks(counts: pd.Series) -> str:
+    low, high = int(counts.min()), int(counts.max())
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 # --------------------------------------------------------------------------------------------------

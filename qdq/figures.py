@@ -108,7 +108,7 @@ class Table:
             border=0,
             justify="left",
             na_rep="",
-            float_format=f"{{:,.{decimals}f}}".format,
+            float_format=f"{{:z,.{decimals}f}}".format,
         )
         # A wide table scrolls in a box of its own.
         html = _numbers_to_the_right(html)
@@ -141,6 +141,8 @@ def table(frame: pd.DataFrame, decimals: int = 3) -> Table:
 def with_error(value: float, error: float) -> str:
     """Write a number and its standard error, ``-0.358 (0.011)``, to two digits of the error.
 
+    What rounds to zero has no sign.
+
     Parameters
     ----------
     value, error : float
@@ -153,7 +155,7 @@ def with_error(value: float, error: float) -> str:
     if not (math.isfinite(value) and math.isfinite(error)):
         return ""
     decimals = min(max(1 - math.floor(math.log10(error)), 0), 6) if error > 0.0 else 4
-    return f"{value:.{decimals}f} ({error:.{decimals}f})"
+    return f"{value:z.{decimals}f} ({error:.{decimals}f})"
 
 
 def shown(name: str, value: Any) -> str:
@@ -435,6 +437,7 @@ def small_multiples(
     panel: str,
     error: str | None = None,
     log: bool = False,
+    level: float | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Figure:
     """Draw a line per method in one panel for each value of a column, two panels a row.
@@ -450,6 +453,8 @@ def small_multiples(
         Column of the standard errors of y; bars of two standard errors either way are drawn.
     log : bool, default False
         Whether y is on a logarithmic axis.
+    level : float, optional
+        Where to draw a black line across each panel, such as 0 for a bias.
     labels : mapping of str to str, optional
         What to write for the columns x and y, by default their names.
 
@@ -493,6 +498,8 @@ def small_multiples(
         axes.set_title(str(title))
         if log:
             axes.set_yscale("log")
+        if level is not None:
+            axes.axhline(level, color=TRUTH, linewidth=1.2, zorder=1.5)
         axes.xaxis.set_major_locator(FixedLocator(sorted(set(frame[x]))))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -155,17 +155,44 @@ def keep(
         os.replace(part, path)
 
 
-def kept(folder: str | Path) -> dict[str, Kept]:
-    """Return what `keep` wrote to a folder, by page; nothing if there is no such folder."""
+def kept(folder: str | Path, page: str = "*") -> dict[str, Kept]:
+    """Return what `keep` wrote to a folder, by page; nothing if there is no such folder.
+
+    Parameters
+    ----------
+    folder : path
+    page : str, optional
+        Name of the only page to read; by default all are read.
+
+    Returns
+    -------
+    dict of str to Kept
+    """
     import pyarrow.parquet as pq
 
     found: dict[str, Kept] = {}
-    for path in sorted(Path(folder).glob("*.parquet")):
-        page, name, _ = path.name.split(".")
+    for path in sorted(Path(folder).glob(f"{page}.*.parquet")):
+        of_page, name, _ = path.name.split(".")
         table = pq.read_table(path)
         stamp = json.loads(table.schema.metadata[b"qdq"])
-        found.setdefault(page, Kept(stamp, {})).tables[name] = table.to_pandas()
+        found.setdefault(of_page, Kept(stamp, {})).tables[name] = table.to_pandas()
     return found
+
+
+def run_of(page: str, chosen: str = "standard") -> Kept | None:
+    """Return what the book keeps of a page.
+
+    Parameters
+    ----------
+    page : str
+    chosen : {'standard', 'paper'}
+        The set of parameters: the page's own, or those of its long run.
+
+    Returns
+    -------
+    Kept or None
+    """
+    return kept(find("results") / chosen, page).get(page)
 
 
 def stamp(notebook: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -170,13 +170,71 @@ def test_conditions_are_sought_in_one_column_then_in_two_and_else_counted() -> N
 
 def test_what_is_said_of_a_page_names_counts_and_numbers() -> None:
     text = claims.said("one", shares(0.5, 0.6, 1.5), RULES)
-    first, second, *_ = text.splitlines()
+    basis, blank, first, second, *_ = text.splitlines()
+    assert basis == (
+        "For 1,000 tasks an experiment, and for DQ with group means and the queue read as tasks in "
+        "system. Standard errors are in parentheses."
+    )
+    assert not blank
     assert first.startswith("- **C1.** *The naive estimator understates.*")
     assert "**It holds in 2 of 3 cells and fails in 1.**" in first
     assert "It holds where: load 0 or 0.1." in first
     numbers = "is 0.500 (0.010) to 1.500 (0.010), median 0.600 (0.010)."
     assert second == f"  - The share of the effect that naive finds {numbers}"
     assert "C3" not in text
+    assert claims.said("none", shares(0.5), RULES) == ""
+    variants = pd.concat([shares(0.5, normalise=n) for n in ("group_means", "inverse_propensity")])
+    basis = claims.said("one", variants, RULES).splitlines()[0]
+    assert "; C2 counts every variant that the page runs." in basis
+
+
+def test_the_median_of_an_even_number_is_the_mean_of_the_middle_two() -> None:
+    values, errors = pd.Series([4.0, 1.0, 3.0, 2.0]), pd.Series([0.4, 0.1, 0.3, 0.1])
+    assert claims.ranged(values, errors).endswith("median 2.50 (0.20)")
+    assert claims.ranged(values[:3], errors[:3]).endswith("median 3.00 (0.30)")
+    assert claims.ranged(values[:1], errors[:1]) == "4.00 (0.40)"
+    assert claims.ranged(values[:2], errors[:2]).endswith("median 2.50 (0.25)")
+
+
+def test_failures_on_either_side_of_a_range_are_told_apart() -> None:
+    rows = []
+    for load, a, b in ((0.1, 1.0, 1.0), (0.2, 1.0, 3.0), (0.3, 6.0, 3.0), (0.4, 6.0, 1.0)):
+        for method, value in (("a", a), ("b", b)):
+            rows.append(row("sd_ratio", value, method=method, against="c", load=load))
+    found = weigh("C2", one=pd.DataFrame(rows))
+    sides = "(2 below the range, 1 above it, 1 below by one part and above by another)"
+    assert found.counted() == f"It holds in 0 of 4 cells and fails in 4 {sides}."
+    first, second = found.figures()
+    assert first.endswith("beyond doubt it is below 2 in 2 of 4 cells and above 5 in 2")
+    assert second.endswith("beyond doubt it is below 2 in 2 of 4 cells and above 5 in 0")
+
+
+def test_parts_with_cells_of_their_own_are_counted_apart_and_logs_are_said_as_ratios() -> None:
+    parts = [
+        {"quantity": "log_rmse_loss", "method": "dq_mixed", "between": [None, 0.223]},
+        *(
+            {"quantity": "bias_cut", "method": "dq_mixed", "against": x, "between": [0, None]}
+            for x in ("dq_response", "dq_queue")
+        ),
+    ]
+    claim = {"says": "Both.", "reading": "", "pages": ["one"], "parts": parts}
+    rows = [
+        row("log_rmse_loss", math.log(value), 0.001, method="dq_mixed", horizon_share=1.0, load=x)
+        for x, value in ((0.1, 1.0), (0.2, 3.0))
+    ]
+    for share, value in ((0.1, -0.1), (0.2, -0.1), (0.5, 0.1)):
+        of = {"method": "dq_mixed", "horizon_share": share, "load": 0.1}
+        rows.append(row("bias_cut", value, against="dq_response", **of))
+        rows.append(row("bias_cut", 0.1, against="dq_queue", **of))
+    found = claims.verdict("C1", {"one": pd.DataFrame(rows)}, RULES | {"claims": {"C1": claim}})
+    assert found.counted() == (
+        "It holds in 2 of 5 cells and fails in 3. Its parts have cells of their own: that about "
+        "RMSE holds in 1 of 2 cells and fails in 1; that about bias holds in 1 of 3 cells and "
+        "fails in 2."
+    )
+    ratio = "is 1.0000 (0.0010) to 3.0000 (0.0030), median 2.0000 (0.0020)"
+    assert next(found.figures()).endswith(ratio)
+    assert found.conditions() == ["one: load 0.1 with horizon 1 or 0.5 of 30Nλ"]
 
 
 def test_scoreboard_and_details_say_the_same_of_each_source() -> None:
@@ -202,11 +260,39 @@ def test_the_long_run_of_a_page_is_shown_with_its_stamp(
     (tmp_path / "results").mkdir()
     monkeypatch.chdir(tmp_path)
     assert claims.long_run("one", RULES) == "No long run of this page is kept."
-    made = {"parameters": {"n_tasks": 7}, "numbers": "0" * 64, "cells": "1" * 64}
+    made = {"parameters": {"n_tasks": 7000, "load": 0.5}, "numbers": "0" * 64, "cells": "1" * 64}
     publish.keep("results/paper", "one", {"quantities": shares(0.5)}, made)
     text = claims.long_run("one", RULES)
-    assert "`n_tasks` 7 by the source `000000000000` (another than this book)" in text
+    assert "Other than by default: `load` 0.5, `n_tasks` 7,000." in text
+    assert "made by the source `000000000000` (another than this book)" in text
     assert "**C1.**" in text
+    made["parameters"] = {"n_tasks": 7, "load": 0.5}
+    publish.keep("results/standard", "one", {"quantities": shares(0.5)}, made)
+    assert "Other than by default: `n_tasks` 7,000." in claims.long_run("one", RULES)
+
+
+def test_in_short_says_shares_and_who_has_the_lowest_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert claims.in_short("one", RULES) == "No run of this page is kept."
+    rows = []
+    for load, naive, switchback in ((0.5, 3.0, 2.0), (0.7, 3.0, 4.0), (0.9, 0.5, 1.5)):
+        rows.append(row("share_found", load, method="naive", load=load))
+        rows.append(row("share_found", 1.0, method="dq_mixed", load=load))
+        rows.append(row("sd_ratio", 10.0 * load, method="dq_mixed", against="naive", load=load))
+        for against, value in (("naive", naive), ("switchback", switchback)):
+            rows.append(row("rmse_ratio", value, method="dq_mixed", against=against, load=load))
+    made = {"parameters": {}, "numbers": "", "cells": ""}
+    publish.keep("results/standard", "one", {"quantities": pd.DataFrame(rows)}, made)
+    text = claims.in_short("one", RULES)
+    assert "1,000 tasks an experiment" in text
+    shares = "naive finds 0.70 (0.50 to 0.90) of the effect and mixed DQ 1.00 (1.00 to 1.00)"
+    assert shares in text
+    assert "lowest for switchback in 2 of 3 cells, for naive in 1 and" in text
+    assert "for mixed DQ in none" in text
+    assert "of mixed DQ is 7 (5 to 9) times that of naive" in text
 
 
 # The book's own rules.

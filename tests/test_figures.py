@@ -148,6 +148,14 @@ def test_small_multiples_draw_each_line_in_its_panel() -> None:
     assert figure.get_supxlabel() == "load"
 
 
+def test_small_multiples_draw_a_line_across_each_panel_where_told() -> None:
+    figure = figures.small_multiples(grid_of(), x="load", y="rmse", panel="pair", level=1.0)
+    for axes in figure.axes:
+        if axes.get_visible():
+            (line,) = lines(axes, figures.TRUTH)
+            assert_allclose(line[:, 1], 1.0)
+
+
 def test_small_multiples_take_a_single_x() -> None:
     frame = grid_of()
     figures.small_multiples(frame[frame["load"] == 0.9], x="load", y="rmse", panel="pair")
@@ -189,6 +197,7 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
         (12.3, 0.25, "12.30 (0.25)"),
         (1234.0, 56.0, "1234 (56)"),
         (0.5, 0.0, "0.5000 (0.0000)"),
+        (-0.0001, 0.045, "0.000 (0.045)"),
         (float("nan"), 0.1, ""),
         (0.1, float("inf"), ""),
     ],
