@@ -463,7 +463,9 @@ def long_run(page: str, rules: Mapping[str, Any] | None = None) -> str:
     source = f"`{kept.stamp['numbers'][:12]}` ({'that of' if same else 'another than'} this book)"
     text = f"Other than by default: {', '.join(changed)}." if changed else "All is as by default."
     text += f" Kept under `book/results/paper`, made by the source {source}."
-    return f"{text}\n\n{said(page, kept.tables['quantities'], rules)}".rstrip()
+    quantities = kept.tables.get("quantities")
+    verdicts = "" if quantities is None else said(page, quantities, rules)
+    return f"{text}\n\n{verdicts}".rstrip()
 
 
 def _critical(level: float) -> float:
