@@ -1,8 +1,9 @@
-"""The command line: ``python -m qdq estimate LOG``.
+"""The command line: ``python -m qdq estimate LOG`` and ``python -m qdq plan``.
 
-It reads the log of an experiment and prints the estimates of the effect, checks of the log, and
-when not to trust them. Exit codes: 0 if the estimates were printed, whatever the checks found; 2 if
-an argument is wrong or the log cannot be read or used, with one line on stderr that says why.
+The first reads the log of an experiment and prints the estimates of the effect, checks of the log,
+and when not to trust them; the second says how many tasks an experiment needs. Exit codes: 0 if the
+result was printed, whatever the checks found; 2 if an argument is wrong or the log cannot be read
+or used, with one line on stderr that says why.
 """
 
 from __future__ import annotations
@@ -23,10 +24,20 @@ import qdq
 from qdq import inference, trust
 from qdq.estimators import NORMALISATIONS, QUEUES, VARIANCES, estimate
 from qdq.horizon import RULES
+from qdq.policies import Policy
 from qdq.tasklog import TaskLog
 from qdq.trust import by_task, unit_of
 
 PROGRAM = "python -m qdq"
+
+PLAN_EXAMPLE = f"""\
+examples:
+  {PROGRAM} plan --load 0.8 --control power-of-2 --treatment power-of-3
+  {PROGRAM} plan access.log.gz --horizon 480 --effect 5
+
+  The first simulates pilots of 20 servers at load 0.8; the second takes the
+  variance from the log of a pilot, and is asked to see 5 ms.
+"""
 
 EXAMPLE = f"""\
 example:
@@ -51,11 +62,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def _parser() -> tuple[_Parser, _Parser]:
-    """Return the parser, and that of `estimate`."""
+def _parser() -> _Parser:
+    """Return the parser; what it parses holds `run`, the command's function, and `command`."""
     parser = _Parser(prog=PROGRAM, description=(qdq.__doc__ or "").partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"qdq {qdq.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_estimate(commands)
+    _add_plan(commands)
+    return parser
+
+
+def _add_estimate(commands: argparse._SubParsersAction[_Parser]) -> None:
     command = commands.add_parser(
         "estimate",
         help="estimate the effect of a policy from the log of an experiment",
@@ -121,7 +138,46 @@ def _parser() -> tuple[_Parser, _Parser]:
         action="store_true",
         help="print JSON, times in seconds (or whatever the file's unit is), and nothing else",
     )
-    return parser, command
+    command.set_defaults(run=_estimate, command=command)
+
+
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="say how many tasks an experiment needs to see an effect",
+        description="Say how many tasks each method and design needs to see an effect, from the\n"
+        "log of a pilot experiment, or from simulated ones of a system that is described.",
+        epilog=PLAN_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = command.add_argument
+    add("log", metavar="LOG", nargs="?", help="file of a pilot experiment, as for estimate")
+    add("--format", choices=("csv", "parquet", "haproxy"), help="default: by the file's name")
+    add("--skip", type=float, default=0.0, metavar="SECONDS", help="as for estimate")
+    add("--horizon", type=_horizon, metavar="L", help="as for estimate")
+    add(
+        "--effect",
+        type=float,
+        metavar="E",
+        help="difference of the mean responses to be seen, in the unit that estimate's table has "
+        "(ms for HAProxy logs), or in mean service times; default: the true effect of the system",
+    )
+    add("--power", type=float, default=0.8, metavar="P", help="probability; default: %(default)s")
+    add("--level", type=float, default=0.95, metavar="C", help="of the intervals; default: 0.95")
+    add("--servers", type=int, default=20, metavar="N", help="without a log; default: %(default)s")
+    add("--load", type=float, metavar="R", help="without a log: arrivals per server and service")
+    for arm, policy in (("control", "power-of-1"), ("treatment", "power-of-2")):
+        add(
+            f"--{arm}",
+            type=_policy,
+            default=policy,
+            metavar="POLICY",
+            help="without a log: power-of-D, join-shortest-queue, join-idle-queue, round-robin or "
+            "least-work-left; default: %(default)s",
+        )
+    add("--seed", type=int, default=0, metavar="S", help="of the simulation; default: 0")
+    add("--json", action="store_true", help="print JSON and nothing else")
+    command.set_defaults(run=_plan, command=command)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -130,7 +186,32 @@ def _parser() -> tuple[_Parser, _Parser]:
 
 
 def _horizon(text: str) -> int | str:
-    return text if text in RULES else int(text)
+    if text in RULES:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of arrivals nor one of {', '.join(RULES)}"
+        ) from None
+
+
+def _policy(text: str) -> Policy:
+    policies = {
+        "join-shortest-queue": qdq.JoinShortestQueue(),
+        "join-idle-queue": qdq.JoinIdleQueue(),
+        "round-robin": qdq.RoundRobin(),
+        "least-work-left": qdq.LeastWorkLeft(),
+    }
+    if text in policies:
+        return policies[text]
+    name, _, d = text.rpartition("-")
+    if name != "power-of":
+        raise argparse.ArgumentTypeError(f"{text!r} is no policy such as power-of-2")
+    try:
+        return qdq.PowerOfD(int(d))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _refuse_lack(log: TaskLog, options: argparse.Namespace) -> None:
@@ -340,15 +421,16 @@ def _report(
     lines += ["", *_table(rows, scale, unit, level)]
     last = rows[-1]
     if last["horizon"] is not None:
-        time = f"{scale * last['horizon'] / known['arrival_rate']:.4g} {short}".rstrip()
+        spans = sorted({row["horizon"] for row in rows if row["horizon"] is not None})
+        times = [f"{scale * span / known['arrival_rate']:.4g}" for span in spans]
         lines += [
             "",
-            f"  DQ: {last['n_used']:,} windows of {last['horizon']} arrivals ({time}), "
-            f"{str(last['normalise']).replace('_', ' ')}",
+            f"  DQ: windows of {_ends(spans)} arrivals ({_ends(times)} {short}".rstrip()
+            + f"), {last['n_used']:,} of the last,",
+            f"      {str(last['normalise']).replace('_', ' ')}, queue {last['queue']}"
+            + ("" if last["arrival_rate"] is None else f", arrival rate {last['arrival_rate']}")
+            + f", weight alpha {last['alpha']:.3f}",
         ]
-        rate = "" if last["arrival_rate"] is None else f", arrival rate {last['arrival_rate']}"
-        lines[-1] += ","
-        lines.append(f"      queue {last['queue']}{rate}, weight alpha {last['alpha']:.3f}")
     lines += ["", "Checks of the log", "", *_check_lines(log, known, checks)]
     advice = trust.advice(log, known, checks, rows)
     if advice:
@@ -358,6 +440,10 @@ def _report(
                 item, 78, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False
             )
     return "\n".join(lines)
+
+
+def _ends(values: Sequence[Any]) -> str:
+    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
 
 def _json_native(value: Any) -> Any:
@@ -396,51 +482,89 @@ def main(argv: Sequence[str] | None = None) -> int:
         With code 2 if an argument is wrong or the log cannot be read or used; with code 0 after
         ``--help`` and ``--version``.
     """
-    parser, command = _parser()
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            log = TaskLog.read(
-                options.log, options.format, skip=options.skip, propensity=options.propensity
-            )
-            _refuse_lack(log, options)
-            known = _describe(log)
-            frame = estimate(
-                log,
-                horizon=options.horizon,
-                normalise=options.normalise,
-                queue=options.queue,
-                arrival_rate=None,
-                level=options.level,
-                variance=options.variance,
-            )
-            lost = ~np.isfinite(frame[["value", "standard_error"]].to_numpy()).all(axis=1)
-            if lost.any():
-                raise ValueError(
-                    f"{frame['method'][int(np.argmax(lost))]} is not finite: the log's times are "
-                    "too large to be squared and summed; give them in another unit, or look for "
-                    "a wrong one"
-                )
-            rows: list[dict[str, Any]] = _json_native(frame.to_dict("records"))
-            checks = trust.checks(log)
+            text = options.run(options)
         except OSError as error:
-            command.error(f"{options.log}: {error.strerror or error}")
+            options.command.error(f"{options.log}: {error.strerror or error}")
         except (TypeError, ValueError) as error:
-            command.error(str(error))
+            options.command.error(str(error))
     for warning in caught:
-        print(f"{command.prog}: warning: {' '.join(str(warning.message).split())}", file=sys.stderr)
-    if options.json:
-        advice = trust.advice(log, known, checks, rows)
-        result = {"log": known, "checks": checks | {"advice": advice}, "estimates": rows}
-        text = json.dumps(_json_native(result), allow_nan=False, indent=2)
-    else:
-        text = _report(options.log, log, known, checks, rows, options.level)
+        said = " ".join(str(warning.message).split())
+        print(f"{options.command.prog}: warning: {said}", file=sys.stderr)
     try:
         print(text, flush=True)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _estimate(options: argparse.Namespace) -> str:
+    log = TaskLog.read(
+        options.log, options.format, skip=options.skip, propensity=options.propensity
+    )
+    _refuse_lack(log, options)
+    known = _describe(log)
+    frame = estimate(
+        log,
+        horizon=options.horizon,
+        normalise=options.normalise,
+        queue=options.queue,
+        arrival_rate=None,
+        level=options.level,
+        variance=options.variance,
+    )
+    lost = ~np.isfinite(frame[["value", "standard_error"]].to_numpy()).all(axis=1)
+    if lost.any():
+        raise ValueError(
+            f"{frame['method'][int(np.argmax(lost))]} is not finite: the log's times are "
+            "too large to be squared and summed; give them in another unit, or look for "
+            "a wrong one"
+        )
+    rows: list[dict[str, Any]] = _json_native(frame.to_dict("records"))
+    checks = trust.checks(log)
+    if options.json:
+        advice = trust.advice(log, known, checks, rows)
+        result = {"log": known, "checks": checks | {"advice": advice}, "estimates": rows}
+        return json.dumps(_json_native(result), allow_nan=False, indent=2)
+    return _report(options.log, log, known, checks, rows, options.level)
+
+
+def _plan(options: argparse.Namespace) -> str:
+    shared = {"power": options.power, "level": options.level, "horizon": options.horizon}
+    if options.log is not None:
+        log = TaskLog.read(options.log, options.format, skip=options.skip)
+        scale, short, unit = unit_of(log)
+        if options.effect is None:
+            raise ValueError("--effect is needed with a log: the difference that is to be seen")
+        found = qdq.plan(log, options.effect / scale, **shared)
+        time = f" ({_time(log)}s)"
+    elif options.load is None:
+        raise ValueError("LOG or --load is needed: a pilot's log, or the system to simulate")
+    else:
+        scenario = qdq.Scenario(
+            n_servers=options.servers,
+            arrivals=qdq.Poisson(options.load),
+            control=options.control,
+            treatment=options.treatment,
+        )
+        found = qdq.plan(scenario, options.effect, seed=options.seed, **shared)
+        scale, short, unit, time = 1.0, "", "mean service times", ""
+    if options.json:
+        rows = found.table.to_dict("records")
+        return json.dumps(
+            _json_native({"effect": found.effect, **shared, "plan": rows}),
+            allow_nan=False,
+            indent=2,
+        )
+    effect = f"{scale * found.effect:.4g} {short or unit}"
+    table = found.shown().rename(columns={"time": f"time{time}"})
+    return (
+        f"Tasks needed to see an effect of {effect} with power {found.power:g},\n"
+        f"by {100 * found.level:g} % intervals\n\n{table.to_string(index=False)}"
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from qdq import validation
 if TYPE_CHECKING:
     import pandas as pd
 
+    from qdq.plan import Plan
+
 WIDTH = 5.4
 """Width of a figure in inches."""
 
@@ -508,3 +510,39 @@ def small_multiples(
     figure.supylabel(names.get(y, y), fontsize=11)
     figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=3)
     return figure
+
+
+def power(plan: Plan, n_tasks: ArrayLike | None = None, *, axes: Axes | None = None) -> Axes:
+    """Draw the power of each method against the number of tasks.
+
+    Parameters
+    ----------
+    plan : Plan
+        As `qdq.plan` returns it.
+    n_tasks : array_like of float, optional
+        Numbers of tasks, rising; by default from a tenth of the least number needed to ten times
+        the largest.
+    axes : matplotlib Axes, optional
+        Where to draw, by default on a new figure.
+
+    Returns
+    -------
+    matplotlib Axes
+    """
+    if n_tasks is None:
+        needed = plan.table["n_tasks"].replace(np.inf, np.nan).dropna()
+        low, high = (float(needed.min()), float(needed.max())) if len(needed) else (1e3, 1e6)
+        n_tasks = np.geomspace(max(low / 10.0, 100.0), min(high * 10.0, 1e12), 200)
+    along = np.asarray(n_tasks, np.float64)
+    if axes is None:
+        axes = plt.subplots(figsize=(WIDTH, 3.4))[1]
+    for curve, method in zip(plan.power_at(along), plan.table["method"], strict=True):
+        label, colour, _ = METHODS[method]
+        axes.plot(along, 100.0 * curve, color=colour, linewidth=2, label=label)
+    axes.axhline(100.0 * plan.power, color=TRUTH, linewidth=1.2)
+    axes.set_xscale("log")
+    axes.set_ylim(0.0, 102.0)
+    axes.set_xlabel("number of tasks")
+    axes.set_ylabel("power, %")
+    axes.figure.legend(loc="outside upper center", ncols=3)
+    return axes

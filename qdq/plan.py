@@ -77,24 +77,32 @@ class Plan:
             f"{100 * self.level:g} % intervals"
         )
 
-    def _shown(self) -> pd.DataFrame:
+    def shown(self) -> pd.DataFrame:
+        """Return the table as it is printed: numbers to two digits, errors in brackets."""
         import pandas as pd
 
         table = self.table
         shown: dict[str, Any] = {name: table[name] for name in ("design", "method")}
         if table["share_found"].notna().any():
-            shown["share found"] = [f"{x:.2f}" for x in table["share_found"]]
-        needed = table["n_tasks"]
-        shown["tasks"] = [f"{float(f'{n:.2g}'):,.0f}" if np.isfinite(n) else "-" for n in needed]
-        shown["time"] = [f"{t:.2g}" if np.isfinite(t) else "-" for t in table["time"]]
+            pairs = zip(table["share_found"], table["share_found_error"], strict=True)
+            shown["share found"] = [f"{share:.2f} ({error:.2f})" for share, error in pairs]
+        shown["tasks"] = [_two_digits(n) for n in table["n_tasks"]]
+        shown["time"] = [_two_digits(t) for t in table["time"]]
         return pd.DataFrame(shown)
 
     def __repr__(self) -> str:
-        return f"{self._headline()}\n{self._shown().to_string(index=False)}"
+        return f"{self._headline()}\n{self.shown().to_string(index=False)}"
 
     def _repr_html_(self) -> str:
-        table = self._shown().to_html(index=False, border=0)
+        table = self.shown().to_html(index=False, border=0)
         return f"<p>{html.escape(self._headline())}</p>\n{table}"
+
+
+def _two_digits(value: float) -> str:
+    if not math.isfinite(value):
+        return "-"
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10.0 else f"{rounded:g}"
 
 
 def plan(

@@ -171,7 +171,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[F
 def first_cells(page: str, values: dict[str, Any]) -> dict[str, Any]:
     """Run a page's cells, with these parameters, until there are scenarios."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    notebook = nbformat.read(PROJECT / "book" / "scenarios" / f"{page}.ipynb", as_version=4)
+    (path,) = (PROJECT / "book").rglob(f"{page}.ipynb")
+    notebook = nbformat.read(path, as_version=4)
     with mpl.rc_context():
         for cell in notebook.cells:
             if cell.cell_type == "code":

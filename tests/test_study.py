@@ -96,22 +96,60 @@ def test_replications_are_those_of_simulate_and_estimate(study, j):
 def test_replications_have_the_columns_and_order_documented(study):
     frame = study.replications
     assert list(frame.columns) == [
-        *("replication", "design", "method", "horizon", "normalise", "queue", "arrival_rate"),
-        *("value", "standard_error", "degrees_of_freedom", "low", "high", "alpha", "n_used"),
+        *("replication", "design", "method", "rule", "horizon", "normalise", "queue"),
+        *("arrival_rate", "variance", "value", "standard_error", "degrees_of_freedom", "low", "high", "alpha", "n_used"),
     ]
     assert len(frame) == 30 * len(study.table)
     assert (frame["replication"] == np.repeat(np.arange(30), len(study.table))).all()
-    labels = list(frame.columns[1:7])
+    labels = list(frame.columns[1:9])
     for _, part in frame.groupby("replication"):
         pd.testing.assert_frame_equal(
             part[labels].reset_index(drop=True), study.table[labels], check_like=False
         )
     mixed = frame["method"] == "dq_mixed"
     assert frame["alpha"].notna().equals(mixed)
-    dq = frame["method"].str.startswith("dq_").astype(bool)
-    assert np.isinf(frame.loc[dq, "degrees_of_freedom"]).all()
-    assert np.isfinite(frame.loc[~dq, "degrees_of_freedom"]).all()
-    assert (frame.loc[frame["method"] == "naive", "degrees_of_freedom"] == 29.0).all()
+    assert frame["rule"].isna().all()
+    assert (frame["variance"] == "hac").all()
+    # Terms of the series: what the blocks' correlation leaves of 32, but for a switchback whose
+    # few periods are taken one by one.
+    assert frame["degrees_of_freedom"].between(1.0, 32.0).all()
+    terms = frame.loc[frame["method"] != "switchback", "degrees_of_freedom"]
+    assert terms.between(4.0, 32.0).all()
+    assert (terms == 32.0).any()
+
+
+@pytest.mark.parametrize("j", [0, 1])
+def test_rules_and_variances_are_those_of_estimate(j):
+    spans, kinds = ["rmse", 10, "coverage"], ["score", "jackknife"]
+    found = small(2, horizon=spans, variance=kinds, n_tasks=2000, designs=DESIGNS[0])
+    log = qdq.simulate(SCENARIO, DESIGNS[0], 2000, (3, j))
+    mine = found.replications[found.replications["replication"] == j]
+    assert len(mine) == len(kinds) + len(spans) * len(kinds) * 3
+    for kind in kinds:
+        of_kind = mine[mine["variance"] == kind]
+        naive = of_kind.set_index("method").loc["naive"]
+        assert naive["standard_error"] == qdq.naive(log, variance=kind).standard_error
+        for span in spans:
+            rule = span if isinstance(span, str) else None
+            rows = of_kind[of_kind["rule"] == span if rule else of_kind["horizon"].eq(span)]
+            if rule is None:
+                rows = rows[rows["rule"].isna()]
+            expected = qdq.estimate(log, None, span, variance=kind)[1:]
+            assert rows["method"].tolist() == expected["method"].tolist()
+            for name in ("horizon", "value", "standard_error", "low", "high", "n_used"):
+                assert rows[name].tolist() == expected[name].tolist()
+
+
+def test_a_split_of_unequal_groups_has_no_coverage():
+    scenario = SCENARIO.replace(service_rates=(0.8, 1.2, 0.8, 1.2))
+    found = small(4, scenario=scenario, designs=qdq.ServerSplit())
+    (row,) = found.table.to_dict("records")
+    assert math.isfinite(row["mean"])
+    assert math.isfinite(row["rmse_error"])
+    for name in ("coverage", "coverage_error", "mean_standard_error"):
+        assert math.isnan(row[name])
+    assert found.replications[["standard_error", "low", "high"]].isna().all(axis=None)
+    assert "nan" in repr(found)
 
 
 def test_normalisations_compare_pairwise(study):
@@ -177,12 +215,12 @@ def test_warm_up_is_passed_on():
 def test_table_by_plain_pandas(study):
     table = study.table
     frame = study.replications
-    assert list(table.columns[6:]) == [
+    assert list(table.columns[8:]) == [
         "n_replications",
         *(name for statistic in STATISTICS for name in (statistic, f"{statistic}_error")),
         "mean_standard_error",
     ]
-    labels = list(table.columns[:6])
+    labels = list(table.columns[:8])
     groups = list(frame.groupby(labels, dropna=False, sort=False))
     assert len(groups) == len(table)
     for (key, part), (_, row) in zip(groups, table.iterrows(), strict=True):
@@ -316,7 +354,7 @@ def test_replications_without_an_estimate_are_counted_out():
 def test_repr_and_html(study):
     text = repr(study)
     headline, *lines = text.splitlines()
-    assert headline == "Study: 30 replications of 1000 tasks, seed 3, true effect -0.9"
+    assert headline == "Study: 30 replications of 1000 tasks, seed 3, true effect -0.9, variance hac"
     assert len(lines) == 1 + len(study.table)
     row = study.table.iloc[0]
     assert f"{row['bias']:.3f} ± {row['bias_error']:.3f}" in lines[1]
@@ -397,7 +435,7 @@ def test_a_replication_can_be_sent_to_another_process():
 
 def small_plan():
     return module._checked_plan(
-        SCENARIO, 1000, 3, DESIGNS, 10, "group_means", "in_system", None, 0.0, None
+        SCENARIO, 1000, 3, DESIGNS, 10, "group_means", "in_system", None, None, 0.0, None
     )
 
 
@@ -617,6 +655,7 @@ CHANGES = {
     "queue[0] is": {"queue": "time_average"},
     'arrival_rate[0] is "estimated" there and 2.5 here': {"arrival_rate": 2.5},
     "washout is 0.0 there and 1.0 here": {"washout": 1.0},
+    "variance[0] is": {"variance": "score"},
     "warm_up is": {"warm_up": 1.0},
 }
 
@@ -677,8 +716,12 @@ BAD = [
         ValueError,
         r"^Switchback\(period=110.0, propensity=0.5\) has about 3 whole periods in n_tasks=1000",
     ),
-    ({"horizon": 0}, ValueError, "horizon=0 .* below n_tasks=1000"),
-    ({"horizon": 1000}, ValueError, "horizon=1000 is not allowed"),
+    ({"horizon": 0}, ValueError, "horizon=0 .* a number of arrivals >= 1, or one of 'rmse', 'cov"),
+    ({"horizon": 1000}, ValueError, "horizon=1000 is not allowed.* below n_tasks=1000"),
+    ({"horizon": "best"}, ValueError, "horizon='best' is not allowed"),
+    ({"horizon": ("rmse", 10, "rmse")}, ValueError, "horizon holds 'rmse' twice"),
+    ({"variance": "plain"}, ValueError, "variance='plain' is not allowed: variance must be one of"),
+    ({"variance": ("hac", "hac")}, ValueError, "variance holds 'hac' twice"),
     ({"horizon": (10, 10)}, ValueError, "horizon holds 10 twice"),
     ({"horizon": (72, None)}, ValueError, "horizon holds 72 twice"),
     ({"horizon": []}, ValueError, r"horizon=\[\] is empty"),
