@@ -11,8 +11,9 @@ A tour::
     frame = qdq.replicate(scenario, qdq.Bernoulli(0.5), n_tasks=10**9, seed=1)  # keeps no log
     study = qdq.run_study(scenario, n_tasks=100_000, n_replications=200, seed=3)
     print(study.table)                           # bias, SD, RMSE and coverage of each method
+    print(qdq.plan(scenario, effect=0.1))        # how many tasks it takes to see an effect
     log = qdq.TaskLog.read("experiment.csv")     # a log from outside
-    print(qdq.dq_mixed(log, horizon=480))
+    print(qdq.dq_mixed(log, horizon="coverage"))
 """
 
 from __future__ import annotations

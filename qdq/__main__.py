@@ -362,7 +362,7 @@ def _check_lines(log: TaskLog, known: dict[str, Any], checks: dict[str, Any]) ->
     rows.append(("tail", tail["passed"], said))
     end = checks["complete_end"]
     if end["p_value"] is None:
-        said = "not checked: the queues ran empty, or the log is too short"
+        said = "not checked: the log is too short"
     else:
         said = (
             f"{end['arrived']} tasks arrived before the end where {end['expected']:.0f} are usual; "

@@ -39,6 +39,7 @@ _WORSE_FIT = 4.0
 # Relative error of the slopes that even a long log leaves: responses are no sum of exponentials.
 _MISFIT = 0.03
 _TIMES = 40
+_REFITS = 2
 # That tell how long responses stay correlated.
 _SOME_WINDOWS = 4096
 # Part of the naive difference that lasts: the next tasks at the same servers take back the rest.
@@ -116,18 +117,24 @@ class Decay:
             return never
         at = np.sqrt(self.horizons[1:] * self.horizons[:-1])
         slope = np.diff(self.variance) / np.diff(self.horizons)
-        # The relative error of a variance of sums over L tasks is about that of n / L of them.
-        error = np.sqrt(_MISFIT**2 + 2.0 * at / self.n_tasks)
-        error *= np.maximum(slope, 1e-12 * slope.max())
         if not slope.max() > 0.0:
             return never
+        # The relative error of such a slope is about that of a variance of n / L sums; it is over
+        # what is fitted, since low slopes are not known better than high ones.
+        relative = np.sqrt(_MISFIT**2 + 4.0 * at / self.n_tasks)
         times = np.geomspace(1.0, 0.5 * self.horizons[-1], _TIMES)
         curves = 1.0 - np.exp(-at[:, None] / times)
-        fits = [nnls(curves[:, :k] / error[:, None], slope / error) for k in range(1, _TIMES + 1)]
-        misfits = np.array([misfit**2 for _, misfit in fits])
-        weights = fits[int(np.argmax(misfits <= misfits[-1] + _WORSE_FIT))][0]
-        if not weights.sum() > 0.0:
-            return never
+        fitted = np.maximum.accumulate(np.maximum(slope, slope[0]))
+        for _ in range(_REFITS):
+            error = relative * fitted
+            fits = [
+                nnls(curves[:, :k] / error[:, None], slope / error) for k in range(1, _TIMES + 1)
+            ]
+            misfits = np.array([misfit**2 for _, misfit in fits])
+            weights = fits[int(np.argmax(misfits <= misfits[-1] + _WORSE_FIT))][0]
+            if not weights.sum() > 0.0:
+                return never
+            fitted = curves[:, : len(weights)] @ weights
         return times[: len(weights)], weights / weights.sum()
 
 

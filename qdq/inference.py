@@ -27,6 +27,10 @@ MOST_TERMS = 32
 FEWEST_TERMS = 4
 SERIES_BIAS = 0.05
 CYCLE_FALSE_ALARM = 1e-3
+# Spectra that are tried: memory over white noise, and the frequency up to which it is flat.
+MEMORY_RATIOS = np.array([0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0])
+MEMORY_KNEES = np.geomspace(0.5, 64.0, 15)
+MEMORY_PENALTY = 4.0  # on twice the log likelihood, by Akaike's criterion for two parameters
 TIME_SPANS = 256
 
 # Of the test for a rate that varies.
@@ -196,10 +200,10 @@ def series(units: NDArray[np.float64], influence: NDArray[np.float64]) -> Spread
     sought, as long as the spectrum is flat up to the K-th frequency: their mean square estimates
     it, with K degrees of freedom.
 
-    K is at most 32, and what a spectrum ``1 / (1 + (f / f0)**2)`` allows for a bias of 5 %, with f0
-    from the correlation of neighbouring blocks. A term far above all those of up to half its
-    frequency is a cycle, such as that of a periodic rate, which averages out and is no noise: then
-    K is at most a third of its j, where little of it leaks to.
+    K is at most 32, and such that the spectrum fitted by `flat_terms` biases the mean square by
+    no more than 5 %. A term far above all those of up to half its frequency is a cycle, such as
+    that of a periodic rate, which averages out and is no noise: then K is at most a third of its j,
+    where little of it leaks to.
 
     Parameters
     ----------
@@ -223,21 +227,54 @@ def series(units: NDArray[np.float64], influence: NDArray[np.float64]) -> Spread
     middle = (end - 0.5 * units) / end[-1]
     waves = np.cos(math.pi * np.outer(np.arange(1, blocks // 2 + 1), middle))
     squares = 2.0 * (waves @ influence) ** 2
+    if not squares.any():
+        return Spread(0.0, MOST_TERMS)
 
-    terms = max(min(MOST_TERMS, blocks // 3), FEWEST_TERMS)
-    correlation = float(np.sum(influence[1:] * influence[:-1]))
-    if correlation > 0.0:
-        correlation = min(correlation / float(np.sum(influence**2)), 0.999)
-        time = -1.0 / (blocks * math.log(correlation))
-        terms = min(terms, int(math.sqrt(3.0 * SERIES_BIAS) / (math.pi * time)))
     slower = np.maximum(np.arange(1, len(squares) + 1) // 2, 1)
     mean = np.cumsum(squares)[slower - 1] / slower
-    standing_out = squares > fdtri(1.0, slower, 1.0 - CYCLE_FALSE_ALARM) * mean
-    standing_out[: 2 * FEWEST_TERMS] = False
+    first = 2 * FEWEST_TERMS
+    false_alarm = CYCLE_FALSE_ALARM / max(len(squares) - first, 1)
+    standing_out = squares > fdtri(1.0, slower, 1.0 - false_alarm) * mean
+    standing_out[:first] = False
+    clean = len(squares)
     if standing_out.any():
-        terms = min(terms, int(np.argmax(standing_out) + 1) // 3)
-    terms = max(terms, FEWEST_TERMS)
+        clean = max(int(np.argmax(standing_out) + 1) // 3, FEWEST_TERMS)
+    terms = min(flat_terms(squares[:clean]), clean)
     return Spread(float(np.mean(squares[:terms])), terms)
+
+
+def flat_terms(squares: NDArray[np.float64]) -> int:
+    """Return up to which frequency the spectrum of the influences is flat.
+
+    The squares are exponential variables around the spectrum ``1 + r / (1 + (j / k)**2)``, white
+    noise and exponential memory, times a constant: r and k are found by maximum likelihood
+    (Whittle's) on a grid. Where that is no better than white noise, by Akaike's criterion, 32 terms
+    are flat; else as many as have a mean at most 5 % below the spectrum at zero, but no fewer than
+    4.
+
+    Parameters
+    ----------
+    squares : ndarray of float64, shape (m,)
+        Of the cosines j = 1 .. m; not all zero.
+
+    Returns
+    -------
+    int
+    """
+    j = np.arange(1, len(squares) + 1)
+    memory = 1.0 / (1.0 + (j / MEMORY_KNEES[:, None]) ** 2)
+    spectra = 1.0 + MEMORY_RATIOS[:, None, None] * memory
+    level = np.mean(squares / spectra, axis=-1)
+    loss = len(squares) * np.log(level) + np.log(spectra).sum(axis=-1)
+    white = len(squares) * math.log(squares.mean())
+    most = min(MOST_TERMS, len(squares))
+    if 2.0 * (white - loss.min()) < MEMORY_PENALTY:
+        return most
+    best = np.unravel_index(np.argmin(loss), loss.shape)
+    ratio, knee = MEMORY_RATIOS[best[0]], MEMORY_KNEES[best[1]]
+    share = np.cumsum(1.0 + ratio / (1.0 + (j / knee) ** 2)) / j / (1.0 + ratio)
+    flat = int(np.count_nonzero(share >= 1.0 - SERIES_BIAS))
+    return max(min(flat, most), min(FEWEST_TERMS, most))
 
 
 def jackknife(
@@ -246,7 +283,7 @@ def jackknife(
     """Variance by leaving out one block after the other, whatever the estimate is.
 
     With h_b the experiment's units over those of block b, ``v_b = h_b x - (h_b - 1) x_(-b)`` are as
-    many pseudo-values; the variance is the mean of ``(v_b - mean(v))**2 / (h_b - 1)``.
+    many pseudo-values; the variance is the mean of ``(v_b - sum(v / h))**2 / (h_b - 1)``.
 
     Parameters
     ----------
@@ -270,7 +307,8 @@ def jackknife(
     pseudo = np.array(
         [h[b] * whole - (h[b] - 1.0) * estimate(total - x) for b, x in enumerate(blocks)]
     )
-    variance = float(np.mean((pseudo - pseudo.mean()) ** 2 / (h - 1.0)))
+    away = pseudo - np.sum(pseudo / h)
+    variance = float(np.mean(away**2 / (h - 1.0)))
     return Spread(variance, len(blocks) - 1)
 
 
@@ -407,7 +445,7 @@ def spread(
     ----------
     by : {"score", "hac", "batch_means", "jackknife"}
     score : Spread
-        What "score" is to return.
+        What "score" is to return, and the others where there is but one block.
     blocks : ndarray of float64, shape (B, 2, k)
         Sums of each block and arm, the first of them the number of units.
     influence : callable
@@ -419,7 +457,7 @@ def spread(
     -------
     Spread
     """
-    if by == "score":
+    if by == "score" or len(blocks) < 2:
         return score
     if by == "hac":
         return series(blocks[:, :, 0].sum(axis=1), influence(blocks))

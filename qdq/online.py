@@ -138,13 +138,14 @@ class OnlineEstimator:
             If a value is wrong, tasks are not in the order of arrival, or a number came before;
             then none of these tasks is added.
         """
-        tasks = _checked(arrival, departure, treated)
+        tasks, early = _checked(arrival, departure, treated), self._early
         if number is not None:
-            tasks = self._those_in_order(tasks, number)
-        elif self._early:
+            tasks, early = self._those_in_order(tasks, number)
+        elif early:
             raise ValueError("number=None after tasks with numbers: go on giving them")
         times = tasks[0]
         if not times.size:
+            self._early = early
             return
         before = np.concatenate(([self._last_arrival], times[:-1]))
         if (times < before).any():
@@ -153,6 +154,7 @@ class OnlineEstimator:
                 f"arrival={times[k]:.17g} comes after one at {before[k]:.17g}: tasks must be in "
                 "the order of arrival, or be given with their number in it"
             )
+        self._early = early
         self._last_arrival = float(times[-1])
         done = 0
         while done < times.size:
@@ -185,8 +187,10 @@ class OnlineEstimator:
         )
         return estimators.frame_of(estimates)
 
-    def _those_in_order(self, tasks: _Tasks, number: ArrayLike) -> _Tasks:
-        """Keep tasks until all those before them are here, and return those that now are."""
+    def _those_in_order(
+        self, tasks: _Tasks, number: ArrayLike
+    ) -> tuple[_Tasks, dict[int, tuple[float, float, bool]]]:
+        """Return the tasks before which none is missing any more, and those that still wait."""
         numbers = np.atleast_1d(number)
         if numbers.dtype.kind not in "iu" or numbers.shape != tasks[0].shape:
             raise TypeError(f"number={number!r} is not allowed: it must hold an integer a task")
@@ -202,8 +206,8 @@ class OnlineEstimator:
         ready: list[tuple[float, float, bool]] = []
         while self.n_tasks + len(ready) in early:
             ready.append(early.pop(self.n_tasks + len(ready)))
-        self._early = early
-        return _checked(*zip(*ready, strict=True)) if ready else tuple(x[:0] for x in tasks)
+        in_order = _checked(*zip(*ready, strict=True)) if ready else tuple(x[:0] for x in tasks)
+        return in_order, early
 
     def _flush(self) -> None:
         if self._n_new:

@@ -42,8 +42,9 @@ class Plan:
     table : DataFrame
         A row a design and method: ``design, method, share_found`` (mean estimate over the global
         effect; missing for a pilot log, where it is taken to be 1), ``share_found_error``,
-        ``unit_error`` (standard error times the root of the number of tasks), ``n_tasks`` (needed;
-        infinite if nothing of the effect is found), ``time`` (that they take to arrive).
+        ``unit_error`` (standard error times the root of the number of tasks),
+        ``degrees_of_freedom`` (of standard errors), ``n_tasks`` (needed; infinite if the method
+        finds nothing of the effect, or its opposite), ``time`` (that they take to arrive).
     """
 
     effect: float
@@ -53,7 +54,7 @@ class Plan:
     table: pd.DataFrame
 
     def power_at(self, n_tasks: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the probability that the interval excludes zero, for each row of `table`.
+        """Return the probability of an interval beyond zero on the side of the effect, by row.
 
         Parameters
         ----------
@@ -63,13 +64,13 @@ class Plan:
         -------
         ndarray of float64, shape (rows,) or (rows, m)
         """
-        from scipy.special import ndtr, ndtri
+        from scipy.special import ndtr
 
         share = self.table["share_found"].fillna(1.0).to_numpy(np.float64)
         unit = self.table["unit_error"].to_numpy(np.float64)
-        z = np.multiply.outer(share * self.effect / unit, np.sqrt(n_tasks))
-        critical = float(ndtri(0.5 + 0.5 * self.level))
-        return np.asarray(ndtr(z - critical) + ndtr(-z - critical), np.float64)
+        z = np.multiply.outer(share * abs(self.effect) / unit, np.sqrt(n_tasks))
+        critical = _critical(self.table["degrees_of_freedom"].to_numpy(np.float64), self.level)
+        return np.asarray(ndtr(z - critical.reshape(-1, *[1] * (z.ndim - 1))), np.float64)
 
     def _headline(self) -> str:
         return (
@@ -123,10 +124,10 @@ def plan(
     """Say how many tasks each method and design needs to see an effect.
 
     With the variance v/n of an estimate and the share s of the effect that it finds in the mean,
-    ``n = v (z_(1 - a/2) + z_power)**2 / (s * effect)**2`` tasks give the power asked for, where the
-    two-sided test at a = 1 - level rejects if the interval excludes zero. For a scenario v and s
-    come from simulated pilot experiments, for a log v from its own standard errors; s is then not
-    known and taken as 1, which favours the naive estimator.
+    ``n = v (t_(1 - a/2) + z_power)**2 / (s * effect)**2`` tasks give the power asked for, where the
+    two-sided test at a = 1 - level rejects if the interval, by Student's t, excludes zero. For a
+    scenario v and s come from simulated pilot experiments, for a log v from its own standard
+    errors; s is then not known and taken as 1, which favours the naive estimator.
 
     Parameters
     ----------
@@ -202,10 +203,10 @@ def plan(
     from scipy.special import ndtri
 
     table = pd.DataFrame(rows)
-    z = float(ndtri(0.5 + 0.5 * level) + ndtri(power))
-    found = np.abs(effect * table["share_found"].fillna(1.0).to_numpy(np.float64))
+    away = _critical(table["degrees_of_freedom"].to_numpy(np.float64), level) + float(ndtri(power))
+    found = abs(effect) * np.maximum(table["share_found"].fillna(1.0).to_numpy(np.float64), 0.0)
     with np.errstate(divide="ignore"):
-        table["n_tasks"] = np.ceil((z * table["unit_error"].to_numpy(np.float64) / found) ** 2)
+        table["n_tasks"] = np.ceil((away * table["unit_error"].to_numpy(np.float64) / found) ** 2)
     table["time"] = table["n_tasks"] / rate
     return Plan(effect=effect, power=power, level=level, pilot_tasks=pilot, table=table)
 
@@ -232,6 +233,7 @@ def _of_log(
             "share_found": math.nan,
             "share_found_error": math.nan,
             "unit_error": estimate.standard_error * root,
+            "degrees_of_freedom": estimate.degrees_of_freedom,
         }
         for estimate in found
     ]
@@ -267,9 +269,15 @@ def _of_scenario(
             share = row["mean"] / truth.value
             by_truth = share * truth.standard_error
             share_error = math.hypot(row["mean_error"], by_truth) / abs(truth.value)
+        mine = study.replications[
+            (study.replications["design"] == row["design"])
+            & (study.replications["method"] == row["method"])
+        ]
+        errors = mine["standard_error"].to_numpy(np.float64)
+        freedom = mine["degrees_of_freedom"].to_numpy(np.float64)
         # The standard errors know the variance better than the spread of a few pilots does.
-        squares = _squares(study.replications, row["design"], row["method"])
-        spread = math.sqrt(float(np.mean(squares))) if np.isfinite(squares).all() else row["sd"]
+        known = bool(np.isfinite(errors).all())
+        spread = math.sqrt(float(np.mean(errors**2))) if known else row["sd"]
         rows.append(
             {
                 "design": row["design"],
@@ -277,12 +285,17 @@ def _of_scenario(
                 "share_found": share,
                 "share_found_error": share_error,
                 "unit_error": spread * math.sqrt(pilot),
+                "degrees_of_freedom": float(np.median(freedom)) if known else math.inf,
             }
         )
     return rows
 
 
-def _squares(replications: pd.DataFrame, design: str, method: str) -> NDArray[np.float64]:
-    """Return the squared standard errors of a method."""
-    mine = (replications["design"] == design) & (replications["method"] == method)
-    return np.square(np.asarray(replications.loc[mine, "standard_error"].dropna(), np.float64))
+def _critical(degrees_of_freedom: NDArray[np.float64], level: float) -> NDArray[np.float64]:
+    """Return the two-sided quantiles of Student's t."""
+    from scipy.special import ndtri, stdtrit
+
+    upper = 0.5 + 0.5 * level
+    infinite = np.isinf(degrees_of_freedom)
+    finite = np.where(infinite, 1.0, degrees_of_freedom)
+    return np.asarray(np.where(infinite, ndtri(upper), stdtrit(finite, upper)), np.float64)

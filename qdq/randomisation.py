@@ -98,6 +98,11 @@ def randomisation_test(
         arrival_rate=arrival_rate,
         washout=washout,
     )
+    if own.rule is not None:
+        raise ValueError(
+            f"horizon={horizon!r} lets the log choose, by arms that the test draws anew: give a "
+            "number of arrivals"
+        )
     if method == "switchback":
         treated, values = _periods(log, washout)
     else:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUSPICIOUS_RATIO = 0.001  # p-value; intended and found shares of treatment
 SUSPICIOUS_DRAW = 0.001  # p-value; arms drawn independently of each other
 SUSPICIOUS_RATE = 0.01  # p-value; constant arrival rate
-SUSPICIOUS_FEEDBACK = 0.001  # p-value; arrivals that wait for a shorter queue
+SUSPICIOUS_FEEDBACK = 0.0001  # p-value; arrivals that wait for a shorter queue
 SUSPICIOUS_END = 0.001  # p-value; tasks missing at the end of the log
 SUSPICIOUS_SHARE = 0.05  # of all response time, in the largest 0.1 % of tasks
 SUSPICIOUS_TAIL = 4.0  # tail index; intervals rest on fourth moments
@@ -159,24 +159,24 @@ def _littles_law(log: TaskLog) -> dict[str, Any]:
 def _complete_end(log: TaskLog) -> dict[str, Any]:
     """Test whether the log was cut while tasks were running.
 
-    A cut leaves departures at their usual rate up to the end, but too few arrivals before it, since
-    the tasks that were still running are missing. Where arrivals stopped and the queues ran empty,
-    departures thin out as well.
+    Then the tasks that were still running are missing, and arrivals thin out towards the last one
+    that is there. In a whole log they come as before up to the last one, whether or not the queues
+    ran empty after it. So of the arrivals in the last 21 mean responses a share of 1/21 is expected
+    in the last of these.
     """
-    from scipy.special import pdtr
+    from scipy.special import bdtr
 
     mean = float(log.response_time.mean())
-    end = float(log.departure.max())
-    before = end - 5.0 * mean - float(log.arrival[0])
     found = {"expected": None, "arrived": None}
-    if log.scenario is not None or not before > 5.0 * mean:
+    back = log.arrival[-1] - log.arrival
+    if log.scenario is not None or back[0] < 21.0 * mean:
         return _by_p_value(None, SUSPICIOUS_END, **found)
-    arrived = int(np.count_nonzero(log.arrival > end - 5.0 * mean))
-    expected = (log.n_tasks - arrived) / before * 5.0 * mean
-    left = int(np.count_nonzero(log.departure > end - mean))
-    p = float(pdtr(arrived, expected))
-    if expected < 25.0 or left < 0.1 * expected:  # half of what usually leaves in that time
+    # Without the last one itself, up to which time is counted.
+    arrived, since = (int(np.count_nonzero(back < k * mean)) - 1 for k in (1.0, 21.0))
+    expected = (since - arrived) / 20.0
+    if expected < 25.0:
         return _by_p_value(None, SUSPICIOUS_END, **found)
+    p = float(bdtr(arrived, since, 1.0 / 21.0))
     return _by_p_value(p, SUSPICIOUS_END, expected=expected, arrived=arrived)
 
 

@@ -136,8 +136,14 @@ def test_shipped_log_as_json(capsys):
     checks = result["checks"]
     p = stats.binomtest(125_078, 250_000, 0.5).pvalue
     assert checks["sample_ratio"]["p_value"] == pytest.approx(p, rel=1e-6)
-    for name in ("sample_ratio", "constant_rate", "littles_law", "tail"):
+    assert list(checks) == [
+        *("sample_ratio", "independent_arms", "constant_rate", "feedback", "littles_law"),
+        *("complete_end", "tail", "advice"),
+    ]
+    for name in ("sample_ratio", "independent_arms", "constant_rate", "feedback", "littles_law"):
         assert checks[name]["passed"], name
+    assert checks["complete_end"]["passed"], "the queues ran empty after it"
+    assert checks["tail"]["passed"]
     advice = " ".join(checks["advice"])
     for word in ("slope", "extrapolates", "cannot tell", "--skip"):
         assert word in advice
@@ -188,6 +194,24 @@ def test_horizon_from_service_times(capsys, outside, simulated):
     assert result["log"]["n_servers"] is None
     assert result["log"]["load"] is None
     assert any("load is not known" in advice for advice in result["checks"]["advice"])
+
+
+@pytest.mark.filterwarnings("ignore:.*windows side by side:UserWarning")
+def test_without_service_times_the_rule_coverage_chooses(capsys, outside):
+    path = outside()
+    result, _ = run_json(capsys, path)
+    log = qdq.TaskLog.read(path)
+    expected = qdq.estimate(log, horizon="coverage")
+    for row, (_, right) in zip(result["estimates"], expected.iterrows(), strict=True):
+        assert (row["method"], row["value"]) == (right["method"], right["value"])
+    horizons = expected["horizon"][1:].tolist()
+    assert [row["horizon"] for row in result["estimates"][1:]] == horizons
+    assert result == run_json(capsys, path, "--horizon", "coverage")[0]
+    other, _ = run_json(capsys, path, "--horizon", "rmse")
+    assert other["estimates"][1:] != result["estimates"][1:]
+    for row in run_json(capsys, path, "--horizon", 50, "--variance", "score")[0]["estimates"]:
+        plain = qdq.estimate(log, [row["method"]], 50, variance="score")
+        assert row["standard_error"] == plain["standard_error"][0]
 
 
 def test_options_reach_the_estimators(capsys, outside):
@@ -382,11 +406,10 @@ def test_heavy_tail(capsys, outside, simulated):
         (["estimate", "absent.csv"], "absent.csv: No such file"),
         (["estimate", "."], "a name that ends in"),
         (["estimate", ".", "--format", "csv"], "Is a directory"),
-        (["estimate", "LOG"], "--horizon is needed, as the log has no service times"),
         (["estimate", "LOG", "--format", "xml"], "invalid choice: 'xml'"),
         (["estimate", "LOG", "--format", "parquet"], "is not a whole Parquet file"),
         (["estimate", "LOG", "--format", "haproxy"], "is neither fields such as"),
-        (["estimate", "LOG", "--horizon", "many"], "invalid int value: 'many'"),
+        (["estimate", "LOG", "--horizon", "many"], "'many' is neither a number of arrivals nor"),
         (["estimate", "LOG", "--horizon", "0"], "horizon=0 is not allowed"),
         (["estimate", "LOG", "--horizon", "20000"], "below the number of counted tasks, 20000"),
         (["estimate", "LOG", "--horizon", "9", "--propensity", "1.5"], "propensity=1.5"),
@@ -395,6 +418,7 @@ def test_heavy_tail(capsys, outside, simulated):
         (["estimate", "LOG", "--horizon", "9", "--propensity", "half"], "invalid float value"),
         (["estimate", "LOG", "--horizon", "9", "--skip", "-1"], "skip=-1.0 is not allowed"),
         (["estimate", "LOG", "--horizon", "9", "--skip", "1e9"], "less than the log's span"),
+        (["estimate", "LOG", "--horizon", "9", "--variance", "ols"], "invalid choice: 'ols'"),
         (["estimate", "LOG", "--horizon", "9", "--level", "95"], "level=95.0 is not allowed"),
         (["estimate", "LOG", "--horizon", "9", "--queue", "all"], "invalid choice: 'all'"),
         (["estimate", "LOG", "--horizon", "9", "--queue", "waiting"], "needs the start of service"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import qdq
 from qdq import inference, kernels
-from qdq.estimators import METHODS, NORMALISATIONS, QUEUES, RATES, VARIANCES
+from qdq.estimators import METHODS, NORMALISATIONS, QUEUES, RATES
 
 # The logs here are made by hand and short, and are said to be so: see test_trust.py.
 pytestmark = [

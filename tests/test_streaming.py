@@ -6,8 +6,11 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import qdq
+from qdq.streaming import Blocks
 
 SCENARIO = qdq.Scenario(
     n_servers=4,
@@ -37,6 +40,7 @@ def assert_same(one, two, rtol):
     fixed = [name for name in one if name not in (*NUMBERS, "low", "high")]
     pd.testing.assert_frame_equal(one[fixed], two[fixed])
     for name in NUMBERS:
+        assert one[name].isna().equals(two[name].isna())
         np.testing.assert_allclose(one[name], two[name], rtol=rtol, atol=1e-12)
 
 
@@ -66,23 +70,78 @@ def test_a_bernoulli_experiment_in_chunks(chunk, scenario, size, horizon):
 @pytest.mark.parametrize("size", [1, 50, 5000])
 @pytest.mark.parametrize(
     ("design", "washout"),
-    [(qdq.Switchback(9.0), 0.0), (qdq.Switchback(9.0), 4.0), (qdq.ServerSplit(0.5), 0.0)],
+    [
+        (qdq.Switchback(9.0), 0.0),
+        (qdq.Switchback(9.0), 4.0),
+        (qdq.Switchback(1.0), 0.25),
+        (qdq.ServerSplit(0.5), 0.0),
+    ],
 )
 def test_other_designs_in_chunks(chunk, design, washout, size):
-    expected = qdq.estimate(qdq.simulate(PERIODIC, design, 1500, seed=6), washout=washout)
+    scenario = PERIODIC.replace(service_rates=1.0)  # so that the groups of a split are equal
+    expected = qdq.estimate(qdq.simulate(scenario, design, 1500, seed=6), washout=washout)
+    assert expected["standard_error"].gt(0.0).all()
     chunk(size)
-    streamed = qdq.replicate(PERIODIC, design, 1500, 6, washout=washout)
+    streamed = qdq.replicate(scenario, design, 1500, 6, washout=washout)
     assert_same(streamed, expected, rtol=1e-9)
 
 
-def test_a_skipped_stretch_in_chunks(chunk):
+def test_a_split_of_unequal_groups_in_chunks(chunk):
+    log = qdq.simulate(PERIODIC, qdq.ServerSplit(0.5), 1500, seed=6)
+    with pytest.warns(UserWarning, match="server_split has no standard error"):
+        expected = qdq.estimate(log)
+    assert expected[["standard_error", "low", "high"]].isna().all(axis=None)
+    chunk(50)
+    assert_same(qdq.replicate(PERIODIC, qdq.ServerSplit(0.5), 1500, 6), expected, rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*windows side by side:UserWarning")
+@pytest.mark.parametrize("variance", qdq.estimators.VARIANCES)
+def test_a_skipped_stretch_in_chunks(chunk, variance):
     log = qdq.simulate(SCENARIO, qdq.Bernoulli(0.5), 1500, seed=7)
     skipped = qdq.TaskLog(
         arrival=log.arrival, departure=log.departure, treated=log.treated, skip=200.0
     )
-    expected = qdq.estimate(skipped, horizon=40)
+    expected = qdq.estimate(skipped, horizon=40, variance=variance)
     chunk(100)
-    assert_same(qdq.estimate(skipped, horizon=40), expected, rtol=1e-9)
+    again = qdq.estimate(skipped, horizon=40, variance=variance)
+    assert_same(again, expected, rtol=1e-9)
+
+
+def fill(values, cuts, units):
+    """Add values in pieces to the sums of blocks, with the number that will come told or not."""
+    blocks = Blocks(1, units)
+    for begin, end in zip([0, *cuts], [*cuts, values.size], strict=True):
+        blocks.make_room(end)
+        for sums, first, stop in blocks.pieces(begin, end):
+            sums[0, 0] += values[first:stop].sum()
+    return blocks
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(st.integers(-1000, 1000), min_size=1, max_size=3000).map(np.array),
+    parts=st.lists(st.floats(0.0, 1.0), max_size=9),
+    told=st.booleans(),
+)
+def test_blocks_depend_on_the_number_of_units_alone(values, parts, told):
+    cuts = sorted(int(part * values.size) for part in parts)
+    blocks = fill(values, cuts, values.size if told else 0)
+    length = 1
+    while length * 256 < values.size:
+        length *= 2
+    assert blocks.length == length
+    padded = np.pad(values, (0, 256 * length - values.size))
+    np.testing.assert_array_equal(blocks.sums[:, 0, 0], padded.reshape(256, length).sum(axis=1))
+    assert not blocks.sums[:, 1].any()
+
+
+def test_blocks_keep_within_256_of_any_number_of_units():
+    for units in (1, 255, 256, 257, 512, 513, 10**6, 2**40):
+        length = Blocks(3, units).length
+        assert -(-units // length) <= 256
+        assert length == 1 or units // length >= 128
+        assert length & (length - 1) == 0
 
 
 def test_several_horizons_are_those_taken_alone():

@@ -97,7 +97,17 @@ def test_replications_have_the_columns_and_order_documented(study):
     frame = study.replications
     assert list(frame.columns) == [
         *("replication", "design", "method", "rule", "horizon", "normalise", "queue"),
-        *("arrival_rate", "variance", "value", "standard_error", "degrees_of_freedom", "low", "high", "alpha", "n_used"),
+        *(
+            "arrival_rate",
+            "variance",
+            "value",
+            "standard_error",
+            "degrees_of_freedom",
+            "low",
+            "high",
+            "alpha",
+            "n_used",
+        ),
     ]
     assert len(frame) == 30 * len(study.table)
     assert (frame["replication"] == np.repeat(np.arange(30), len(study.table))).all()
@@ -354,7 +364,9 @@ def test_replications_without_an_estimate_are_counted_out():
 def test_repr_and_html(study):
     text = repr(study)
     headline, *lines = text.splitlines()
-    assert headline == "Study: 30 replications of 1000 tasks, seed 3, true effect -0.9, variance hac"
+    assert (
+        headline == "Study: 30 replications of 1000 tasks, seed 3, true effect -0.9, variance hac"
+    )
     assert len(lines) == 1 + len(study.table)
     row = study.table.iloc[0]
     assert f"{row['bias']:.3f} ± {row['bias_error']:.3f}" in lines[1]
