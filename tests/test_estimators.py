@@ -505,6 +505,130 @@ def test_difference_of_means(n, skip, design):
     )
 
 
+def blocks_of(n, most=256):
+    """Return the edges of runs of equal length, a power of two, at most so many."""
+    length = 1
+    while n > most * length:
+        length *= 2
+    return [*range(0, n, length), n]
+
+
+def variance_by_units(kind, influence, estimate):
+    """Return a variance from the influence of each unit; `estimate(kept)` leaves units out."""
+    n = influence.size
+    edges = blocks_of(n)
+    if kind == "hac":
+        parts = np.array([influence[a:b].sum() for a, b in pairwise(edges)])
+        return inference.series(np.diff(edges).astype(float), parts)
+    by = -(-(len(edges) - 1) // 32)
+    edges = [*edges[:-1:by], n]
+    share = np.diff(edges) / n
+    if kind == "batch_means":
+        parts = [influence[a:b].sum() for a, b in pairwise(edges)]
+        return sum(u**2 for u in parts) / (1.0 - np.sum(share**2)), len(parts) - 1
+    h, pseudo = 1.0 / share, []
+    for a, b in pairwise(edges):
+        kept = np.ones(n, bool)
+        kept[a:b] = False
+        pseudo.append(estimate(np.ones(n, bool)) * n / (b - a))
+        pseudo[-1] -= estimate(kept) * (n / (b - a) - 1.0)
+    mean = np.sum(pseudo * share)
+    return np.mean((pseudo - mean) ** 2 / (h - 1.0)), len(pseudo) - 1
+
+
+@pytest.mark.parametrize("kind", ["hac", "batch_means", "jackknife"])
+@pytest.mark.parametrize("normalise", NORMALISATIONS)
+@pytest.mark.parametrize("method", ["dq_response", "dq_queue", "dq_mixed"])
+def test_standard_errors_of_dq_by_units(method, normalise, kind):
+    """With the linearised errors of every window, and by leaving windows out."""
+    log = random_log(1000, seed=8, propensity=0.5)
+    qw, qq, z = sums_of_windows(log, 15, "in_system", "estimated")
+    propensity = 0.5 if normalise == "inverse_propensity" else None
+
+    def estimate(kept):
+        wdq, qdq_, cov = differences(qw[kept], qq[kept], z[kept], propensity)
+        if method != "dq_mixed":
+            return wdq if method == "dq_response" else qdq_
+        alpha = (cov[1, 1] - cov[0, 1]) / (cov[0, 0] + cov[1, 1] - 2 * cov[0, 1])
+        return alpha * wdq + (1.0 - alpha) * qdq_
+
+    found = getattr(qdq, method)(log, horizon=15, normalise=normalise, variance=kind)
+    weight = {"dq_response": 1.0, "dq_queue": 0.0}.get(method, found.alpha)
+    x = weight * qw + (1.0 - weight) * qq
+    if propensity is None:
+        influence = np.where(z, (x - x[z].mean()) / z.sum(), -(x - x[~z].mean()) / (~z).sum())
+    else:
+        score = np.where(z, x / propensity, -x / (1.0 - propensity))
+        influence = (score - score.mean()) / x.size
+    variance, freedom = variance_by_units(kind, influence, estimate)
+    assert found.standard_error == pytest.approx(math.sqrt(variance), rel=1e-7)
+    assert found.degrees_of_freedom == freedom
+    assert found.variance == kind
+    default = getattr(qdq, method)(log, horizon=15, normalise=normalise)
+    assert (default.standard_error == found.standard_error) == (kind == "hac")
+
+
+@pytest.mark.parametrize("kind", ["hac", "batch_means", "jackknife"])
+@pytest.mark.parametrize("skip", [0.0, 30.0])
+def test_standard_errors_of_naive_by_units(skip, kind):
+    log = random_log(1000, seed=9, skip=skip)
+    x, z = log.response_time[log.first_counted :], log.treated[log.first_counted :]
+
+    def estimate(kept):
+        return x[kept & z].mean() - x[kept & ~z].mean()
+
+    influence = np.where(z, (x - x[z].mean()) / z.sum(), -(x - x[~z].mean()) / (~z).sum())
+    variance, freedom = variance_by_units(kind, influence, estimate)
+    found = qdq.naive(log, variance=kind)
+    assert found.standard_error == pytest.approx(math.sqrt(variance), rel=1e-9)
+    assert found.degrees_of_freedom == freedom
+    plain = qdq.naive(log, variance="score")
+    welch = sum(x[arm].var(ddof=1) / arm.sum() for arm in (z, ~z))
+    assert plain.standard_error == pytest.approx(math.sqrt(welch), rel=1e-9)
+    assert math.isinf(plain.degrees_of_freedom)
+
+
+@pytest.mark.parametrize("kind", ["hac", "batch_means", "jackknife"])
+def test_standard_errors_of_a_switchback_by_units(kind):
+    """The units are the whole periods that hold tasks, in order of time."""
+    log = switchback_log(9000, period=5.0)
+    whole = [k for k in np.unique(log.period) if k != log.period[-1]]
+    rows = []
+    for k in whole:
+        inside = log.period == k
+        rows.append((inside.sum(), log.response_time[inside].sum(), log.treated[inside][0]))
+    count, total, z = map(np.array, zip(*rows, strict=True))
+    z = z.astype(bool)
+    means = [total[arm].sum() / count[arm].sum() for arm in (~z, z)]
+    influence = np.where(
+        z,
+        (total - count * means[1]) / count[z].sum(),
+        -(total - count * means[0]) / count[~z].sum(),
+    )
+    edges = blocks_of(count.size)
+    if kind != "hac":
+        by = -(-(len(edges) - 1) // 32)
+        edges = [*edges[:-1:by], count.size]
+    units = np.array([count[a:b].sum() for a, b in pairwise(edges)], dtype=float)
+    parts = np.array([influence[a:b].sum() for a, b in pairwise(edges)])
+    if kind == "hac":
+        variance, freedom = inference.series(units, parts)
+    elif kind == "batch_means":
+        variance, freedom = inference.batch_means(units, parts)
+    else:
+        pseudo, h = [], units.sum() / units
+        for (a, b), share in zip(pairwise(edges), h, strict=True):
+            kept = np.ones(count.size, bool)
+            kept[a:b] = False
+            arms = [total[kept & arm].sum() / count[kept & arm].sum() for arm in (~z, z)]
+            pseudo.append(share * (means[1] - means[0]) - (share - 1.0) * (arms[1] - arms[0]))
+        away = np.array(pseudo) - np.sum(pseudo / h)
+        variance, freedom = np.mean(away**2 / (h - 1.0)), len(pseudo) - 1
+    found = qdq.switchback(log, variance=kind)
+    assert found.standard_error == pytest.approx(math.sqrt(variance), rel=1e-9)
+    assert found.degrees_of_freedom == freedom
+
+
 def switchback_log(n=3000, period=20.0, outside=False, seed=6, **fields):
     log = random_log(n, seed=seed, design=None, propensity=None, **fields)
     number = np.floor(log.arrival / period).astype(np.int64)

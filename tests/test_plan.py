@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import math
 
 import numpy as np
@@ -41,54 +43,65 @@ def of(found, design, method):
 
 
 def made(share, unit, effect=0.5, power=0.8, level=0.95):
-    table = pd.DataFrame({"share_found": share, "unit_error": unit})
+    columns = {"share_found": share, "unit_error": unit}
+    table = pd.DataFrame(columns | {"degrees_of_freedom": [8.0, math.inf, 32.0, 4.5][: len(share)]})
     return Plan(effect=effect, power=power, level=level, pilot_tasks=1000, table=table)
 
 
 @pytest.mark.parametrize("effect", [0.5, -0.5])
 @pytest.mark.parametrize("level", [0.8, 0.95, 0.999])
 def test_power_by_the_normal_law(level, effect):
+    """The estimate is normal; it is compared with the quantile of its standard error."""
     plan = made([1.0, 0.5, -0.2, math.nan], [30.0, 7.0, 7.0, 20.0], effect, level=level)
     n = np.array([10.0, 1e3, 1e5])
-    z = stats.norm.isf(0.5 * (1.0 - level))
     for row, (share, unit) in enumerate([(1.0, 30.0), (0.5, 7.0), (-0.2, 7.0), (1.0, 20.0)]):
-        law = stats.norm(share * effect, unit / np.sqrt(n))
-        exact = law.sf(z * unit / np.sqrt(n)) + law.cdf(-z * unit / np.sqrt(n))
+        critical = stats.t.isf(0.5 * (1.0 - level), plan.table["degrees_of_freedom"][row])
+        error = unit / np.sqrt(n)
+        law = stats.norm(share * effect, error)
+        # On the side of the effect: the other side would be a wrong conclusion.
+        exact = law.sf(critical * error) if effect > 0.0 else law.cdf(-critical * error)
         assert plan.power_at(n)[row] == pytest.approx(exact, rel=1e-9)
         assert plan.power_at(1e3)[row] == pytest.approx(exact[1], rel=1e-9)
     assert plan.power_at(n).shape == (4, 3)
     assert plan.power_at(1e3).shape == (4,)
-    np.testing.assert_allclose(plan.power_at(0.0), 1.0 - level)  # chance alone
 
 
+@pytest.mark.parametrize("effect", [0.3, -0.3])
 @pytest.mark.parametrize("power", [0.3, 0.8, 0.99])
 @pytest.mark.parametrize("level", [0.9, 0.99])
-def test_the_tasks_needed_give_the_power_asked_for(log, power, level):
-    found = plan(log, 0.3, power, level=level, horizon=20)
-    assert (found.effect, found.power, found.level) == (0.3, power, level)
+def test_the_tasks_needed_give_the_power_asked_for(log, effect, power, level):
+    found = plan(log, effect, power, level=level, horizon=20)
+    assert (found.effect, found.power, found.level) == (effect, power, level)
     needed = found.table["n_tasks"].to_numpy()
     assert (needed == np.ceil(needed)).all()
     reached = np.array([found.power_at(n)[row] for row, n in enumerate(needed)])
     fewer = np.array([found.power_at(n - 1.0)[row] for row, n in enumerate(needed)])
-    # The other tail, which the formula leaves out, adds what the last one does not need.
-    other = [stats.norm.sf(stats.norm.isf(0.5 - 0.5 * level) * 2.0 + stats.norm.ppf(power))]
-    assert (reached >= power).all()
-    assert (fewer <= power + other[0] + 1e-9).all()
-    assert (reached <= power + other[0] + 1e-3).all()
+    assert (reached >= power - 1e-12).all()
+    assert (fewer < power).all()
+
+
+def quantiles(frame):
+    return stats.t.ppf(0.975, frame["degrees_of_freedom"]) + stats.norm.ppf(0.8)
 
 
 def test_tasks_needed_by_hand(log):
     found = plan(log, 0.3, horizon=20)
-    frame = qdq.estimate(log, horizon=20)
-    z = stats.norm.ppf(0.975) + stats.norm.ppf(0.8)
-    variance = frame["standard_error"] ** 2 * 5_000
-    assert found.table["method"].tolist() == frame["method"].tolist()
-    assert found.table["n_tasks"].tolist() == np.ceil(variance * z**2 / 0.09).tolist()
-    np.testing.assert_allclose(found.table["unit_error"] ** 2, variance)
+    methods = [qdq.naive(log)]
+    methods += [getattr(qdq, name)(log, horizon=20) for name in ("dq_response", "dq_queue")]
+    methods.append(qdq.dq_mixed(log, horizon=20))
+    table = found.table
+    assert table["method"].tolist() == [estimate.method for estimate in methods]
+    for row, estimate in zip(table.to_dict("records"), methods, strict=True):
+        variance = estimate.standard_error**2 * 5_000
+        freedom = estimate.degrees_of_freedom
+        assert row["degrees_of_freedom"] == freedom
+        z = stats.t.ppf(0.975, freedom) + stats.norm.ppf(0.8)
+        assert row["n_tasks"] == math.ceil(variance * z**2 / 0.09)
+        assert row["unit_error"] ** 2 == pytest.approx(variance)
     rate = 4_999 / np.ptp(log.arrival)
-    np.testing.assert_allclose(found.table["time"], found.table["n_tasks"] / rate)
-    assert found.table[["share_found", "share_found_error"]].isna().all(axis=None)
-    assert found.table["design"].tolist() == ["Bernoulli(propensity=0.5)"] * 4
+    np.testing.assert_allclose(table["time"], table["n_tasks"] / rate)
+    assert table[["share_found", "share_found_error"]].isna().all(axis=None)
+    assert table["design"].tolist() == ["Bernoulli(propensity=0.5)"] * 4
     assert found.pilot_tasks == 5_000
 
 
@@ -136,8 +149,8 @@ def test_a_scenarios_rows_are_those_of_its_pilots(found):
         drawn = drawn[(drawn["design"] == row["design"]) & (drawn["method"] == row["method"])]
         variance = np.mean(drawn["standard_error"] ** 2) * 2_000
         assert mine["unit_error"] ** 2 == pytest.approx(variance)
-        z = stats.norm.ppf(0.975) + stats.norm.ppf(0.8)
-        needed = variance * z**2 / (0.2 * mine["share_found"]) ** 2
+        assert mine["degrees_of_freedom"] == drawn["degrees_of_freedom"].median()
+        needed = variance * quantiles(mine) ** 2 / (0.2 * mine["share_found"]) ** 2
         assert mine["n_tasks"] == np.ceil(needed)
         assert mine["time"] == pytest.approx(mine["n_tasks"] / SCENARIO.total_arrival_rate)
     assert found.pilot_tasks == 2_000
@@ -169,6 +182,18 @@ def test_unequal_groups_go_by_the_spread_of_the_pilots():
         *(scenario, 2_000, 10, 3), designs=qdq.ServerSplit(), truth=0.0, progress=False
     )
     assert row["unit_error"] == pytest.approx(study.table["sd"][0] * math.sqrt(2_000))
+    assert math.isinf(row["degrees_of_freedom"])
+
+
+def test_a_method_that_finds_the_opposite_never_sees_the_effect(monkeypatch):
+    # With a true effect of the other sign than what every method finds.
+    module = importlib.import_module("qdq.plan")
+    truth = dataclasses.replace(qdq.true_effect(SCENARIO, seed=3), value=0.9)
+    monkeypatch.setattr(module, "true_effect", lambda scenario, **options: truth)
+    found = plan(SCENARIO, designs=[qdq.Bernoulli(0.5)], horizon=20, **PILOT)
+    assert (found.table["share_found"] < 0.0).all()
+    assert np.isinf(found.table["n_tasks"]).all()
+    assert (found.power_at(1e6) < 0.025).all()
 
 
 def test_two_policies_that_are_one():
@@ -180,8 +205,7 @@ def test_two_policies_that_are_one():
     assert found.table["share_found"].isna().all()
     assert np.isfinite(found.table["n_tasks"]).all()
     # The share is not known and taken as 1.
-    z = stats.norm.ppf(0.975) + stats.norm.ppf(0.8)
-    needed = np.ceil((z * found.table["unit_error"] / 0.2) ** 2)
+    needed = np.ceil((quantiles(found.table) * found.table["unit_error"] / 0.2) ** 2)
     assert found.table["n_tasks"].tolist() == needed.tolist()
 
 
