@@ -206,7 +206,7 @@ def _policy(text: str) -> Policy:
     if text in policies:
         return policies[text]
     name, _, d = text.rpartition("-")
-    if name != "power-of":
+    if name != "power-of" or not d.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no policy such as power-of-2")
     try:
         return qdq.PowerOfD(int(d))
@@ -540,7 +540,7 @@ def _plan(options: argparse.Namespace) -> str:
         if options.effect is None:
             raise ValueError("--effect is needed with a log: the difference that is to be seen")
         found = qdq.plan(log, options.effect / scale, **shared)
-        time = f" ({_time(log)}s)"
+        time = {"s": " (seconds)", None: ""}.get(log.time_unit, f" ({log.time_unit})")
     elif options.load is None:
         raise ValueError("LOG or --load is needed: a pilot's log, or the system to simulate")
     else:

@@ -57,7 +57,7 @@ class OnlineEstimator:
     >>> online.n_tasks
     5000
     >>> frame = online.result()
-    >>> abs(frame.value[3] - qdq.dq_mixed(log, horizon=50).value) < 1e-9
+    >>> bool(abs(frame.value[3] - qdq.dq_mixed(log, horizon=50).value) < 1e-9)
     True
     """
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from qdq import validation
 from qdq.designs import Bernoulli, Design, ServerSplit, Switchback
-from qdq.estimators import ArrivalRate, estimates_of
+from qdq.estimators import ArrivalRate, Estimate, estimates_of
 from qdq.exact import TrueEffect, true_effect
 from qdq.scenario import Scenario
 from qdq.study import run_study
@@ -165,7 +165,7 @@ def plan(
     Examples
     --------
     >>> import qdq
-    >>> scenario = qdq.Scenario(n_servers=4)
+    >>> scenario = qdq.Scenario(n_servers=2, control=qdq.PowerOfD(1), treatment=qdq.PowerOfD(2))
     >>> found = qdq.plan(scenario, effect=0.1, pilot_tasks=5000, n_replications=10,
     ...                  designs=[qdq.Bernoulli(0.5)])
     >>> list(found.table.method)
@@ -183,7 +183,9 @@ def plan(
     if isinstance(what, TaskLog):
         if effect is None:
             raise ValueError("effect=None needs a scenario: give the effect that is to be seen")
-        rows = _of_log(what, horizon, queue, arrival_rate)
+        # Called from here, so that its warnings point to the caller.
+        found = estimates_of(what, None, horizon=horizon, queue=queue, arrival_rate=arrival_rate)
+        rows = _of_log(what, found)
         pilot, rate = what.n_tasks, (what.n_tasks - 1) / float(np.ptp(what.arrival))
     elif isinstance(what, Scenario):
         right = "an integer >= 1000"
@@ -204,9 +206,9 @@ def plan(
 
     table = pd.DataFrame(rows)
     away = _critical(table["degrees_of_freedom"].to_numpy(np.float64), level) + float(ndtri(power))
-    found = abs(effect) * np.maximum(table["share_found"].fillna(1.0).to_numpy(np.float64), 0.0)
+    seen = abs(effect) * np.maximum(table["share_found"].fillna(1.0).to_numpy(np.float64), 0.0)
     with np.errstate(divide="ignore"):
-        table["n_tasks"] = np.ceil((away * table["unit_error"].to_numpy(np.float64) / found) ** 2)
+        table["n_tasks"] = np.ceil((away * table["unit_error"].to_numpy(np.float64) / seen) ** 2)
     table["time"] = table["n_tasks"] / rate
     return Plan(effect=effect, power=power, level=level, pilot_tasks=pilot, table=table)
 
@@ -221,10 +223,7 @@ def _default_designs(scenario: Scenario, pilot: int) -> list[Design]:
     return designs
 
 
-def _of_log(
-    log: TaskLog, horizon: int | str | None, queue: str, arrival_rate: ArrivalRate | None
-) -> list[dict[str, Any]]:
-    found = estimates_of(log, None, horizon=horizon, queue=queue, arrival_rate=arrival_rate)
+def _of_log(log: TaskLog, found: Sequence[Estimate]) -> list[dict[str, Any]]:
     root = math.sqrt(log.n_tasks - log.first_counted)
     return [
         {

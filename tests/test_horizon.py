@@ -114,7 +114,7 @@ def test_decay_of_a_simulated_autoregression():
     assert (np.abs(np.mean(found, axis=0) - np.exp([-1.0, -3.0])) < 4.5 * error + 0.02).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     slopes=st.lists(st.floats(-5.0, 10.0), min_size=7, max_size=7),
     first=st.floats(0.01, 10.0),

@@ -81,7 +81,7 @@ def test_rates_are_those_of_the_estimate(rate):
     assert_same(online.result(), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 600), max_size=12).map(sorted),
     skip=st.integers(0, 50),
@@ -115,7 +115,7 @@ def test_what_is_seen_in_between_is_of_the_tasks_so_far():
         pd.testing.assert_frame_equal(online.result(), online.result())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(order=st.permutations(range(40)), sizes=st.lists(st.integers(1, 9), min_size=40))
 def test_any_order_with_numbers(order, sizes):
     order = np.concatenate([order, np.arange(40, 120)])

@@ -105,6 +105,13 @@ def test_tasks_needed_by_hand(log):
     assert found.pilot_tasks == 5_000
 
 
+def test_warnings_point_to_the_caller(log):
+    bare = qdq.TaskLog(arrival=log.arrival, departure=log.departure, treated=log.treated)
+    with pytest.warns(UserWarning, match="windows side by side") as seen:
+        plan(bare, 0.3, horizon=100)
+    assert {warning.filename for warning in seen} == {__file__}
+
+
 def test_half_the_effect_takes_four_times_the_tasks(log):
     one, half, other = (plan(log, e, horizon=20).table["n_tasks"] for e in (0.3, 0.15, -0.3))
     np.testing.assert_allclose(half / one, 4.0, rtol=1e-2)

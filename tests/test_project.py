@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import re
 import subprocess
@@ -30,6 +32,14 @@ def project_files() -> list[Path]:
 
 def notebooks() -> list[Path]:
     return sorted(path for path in project_files() if path.suffix == ".ipynb")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "qdq").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_give_what_they_say(path: Path) -> None:
+    if ">>> " in path.read_text("utf-8"):
+        found = doctest.testmod(importlib.import_module(f"qdq.{path.stem}"))
+        assert found.attempted > 0
+        assert found.failed == 0
 
 
 def test_lock_pins_and_hashes_everything_and_names_no_host() -> None:

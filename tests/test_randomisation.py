@@ -76,7 +76,7 @@ def test_shuffled_labels_against_all_of_them(method, seed):
     ]
     values = np.array([estimate_of(units, method, z) for z in labellings])
     exact = np.mean(np.abs(values) >= abs(own) * (1.0 - 1e-9))
-    draws = 4_000
+    draws = 2_000
     found = randomisation_test(log, method, horizon=2, draws=draws, seed=3)
     assert found.value == pytest.approx(own, rel=1e-9)
     error = np.sqrt(exact * (1.0 - exact) / draws)
@@ -101,7 +101,7 @@ def test_drawn_labels_against_all_of_them(method, propensity):
             exact += weight
     assert exact > 0.02
     assert certain > 0.02
-    draws = 4_000
+    draws = 2_000
     found = randomisation_test(log, method, horizon=2, draws=draws, seed=5)
     error = np.sqrt((exact + certain) * (1.0 - exact - certain) / draws)
     assert abs(found.p_value - exact - certain) < 4.5 * error + 1.0 / draws
@@ -121,7 +121,7 @@ def test_a_switchback_against_all_assignments_of_its_periods():
         values.append(means[z].mean() - means[~z].mean())
     value = means[own].mean() - means[~own].mean()
     exact = np.mean(np.abs(values) >= abs(value) * (1.0 - 1e-9))
-    draws = 4_000
+    draws = 2_000
     found = randomisation_test(log, "switchback", draws=draws, seed=7)
     assert found.value == pytest.approx(value, rel=1e-9)
     error = np.sqrt(exact * (1.0 - exact) / draws)
@@ -137,7 +137,7 @@ def test_p_values_are_uniform_under_the_sharp_null(method):
     """Labels that do nothing: whatever the responses, all ranks are equally likely."""
     log = random_log(60, seed=8)
     rng = np.random.default_rng(9)
-    draws, runs = 19, 200
+    draws, runs = 19, 120
     ranks = np.zeros(draws + 1)
     for run in range(runs):
         treated = rng.random(60) < 0.5

@@ -313,6 +313,24 @@ def test_known_expectations_are_within_their_errors():
     assert table.loc["naive", "bias"] > 10.0 * table.loc["naive", "bias_error"]
 
 
+def test_standard_errors_are_the_spread_of_the_estimates():
+    """Of every method; those by scores leave out how the queues that all tasks meet vary."""
+    scenario = SCENARIO.replace(arrivals=qdq.Poisson(0.8))
+    designs = (qdq.Bernoulli(0.5), qdq.Switchback(20.0), qdq.ServerSplit())
+    options = {"horizon": 96, "variance": ["hac", "score"], "truth": 0.0, "progress": False}
+    drawn = run_study(scenario, 15_000, 160, 5, designs=designs, **options).replications
+    groups = drawn.groupby(["method", "variance"])
+    ratio = groups["standard_error"].apply(lambda x: np.mean(x**2)) / groups["value"].var()
+    ratio = ratio.unstack()
+    assert len(ratio) == 6
+    # A variance of 160 values is known to 11 %, of which these are 4.5; some 15 % are allowed for
+    # the bias of either sign that the choice of the terms brings.
+    assert (ratio["hac"] > (1.0 - 0.15) * (1.0 - 4.5 * 0.11)).all()
+    assert (ratio["hac"] < (1.0 + 0.15) * (1.0 + 4.5 * 0.11)).all()
+    assert ratio.loc["naive", "score"] < 0.6 * ratio.loc["naive", "hac"]
+    assert ratio.loc["server_split", "score"] < 0.1
+
+
 def test_the_truths_error_enters(study):
     truth = qdq.TrueEffect(
         **dict.fromkeys(("mean_response_control", "mean_response_treatment"), 0.0),

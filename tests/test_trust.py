@@ -343,13 +343,13 @@ def test_few_degrees_of_freedom_are_said():
         value=0.0,
         standard_error=1.0,
         level=0.95,
-        degrees_of_freedom=5.0,
+        degrees_of_freedom=trust.FEW_TERMS - 1.0,
         n_used=20_000,
         variance="hac",
     )
     (said,) = [x for x in trust.doubts(log, [estimate]) if "short" in x]
-    assert "the standard error of naive has 5 degrees of freedom" in said
-    enough = replace(estimate, degrees_of_freedom=6.0)
+    assert "the standard error of naive has 4 degrees of freedom" in said
+    enough = replace(estimate, degrees_of_freedom=float(trust.FEW_TERMS))
     assert not any("short" in x for x in trust.doubts(log, [enough]))
 
 
