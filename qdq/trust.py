@@ -153,7 +153,7 @@ def _littles_law(log: TaskLog) -> dict[str, Any]:
         "edge": law.edge,
         "unlogged": law.unlogged if seen else None,
         "found_on_arrival": law.found_on_arrival,
-        "passed": bool(complete),
+        "passed": complete,
     }
 
 
