@@ -112,7 +112,7 @@ class Estimate:
     """L, the number of arrivals that a window spans."""
     rule: str | None = None
     """What chose the horizon, "rmse" or "coverage"; None if it was given or is the default."""
-    memory: horizons.Memory | None = None
+    memory: horizons.Memory | None = dataclasses.field(default=None, compare=False)
     """How long the log's queues remember, found when it is asked for."""
     alpha: float | None = None
     """Weight of the response in the mixture; outside [0, 1] the mixture extrapolates."""
@@ -178,7 +178,7 @@ class Estimate:
         if self.rule is not None:
             said[1] += f" by the rule {self.rule!r}"
         if self.truncation is not None:
-            said[1] += f", about {100 * self.truncation:.2g} % of the response beyond it"
+            said[1] += f", about {_percent(self.truncation)} of the response beyond it"
         return ", ".join(said)
 
     def __repr__(self) -> str:
@@ -197,6 +197,12 @@ class Estimate:
         )
         rows = "".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in cells)
         return f"<table><caption>{escape(self.method)}</caption><tbody>{rows}</tbody></table>"
+
+
+def _percent(share: float) -> str:
+    if share < 0.001:
+        return "less than 0.1 %"
+    return f"{100.0 * share:.{1 if share < 0.1 else 0}f} %"
 
 
 def naive(log: TaskLog, *, level: float = 0.95, variance: str | None = None) -> Estimate:
@@ -804,7 +810,7 @@ def _with_variance(
     """Turn a difference of means into an estimate, `score` holding its variance by scores."""
 
     def influence(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
-        return inference.influence(blocks[:, :, 0], blocks[:, :, 1:2])[1][:, 0]
+        return inference.influence(blocks[:, :, 0], blocks[:, :, 1:2])[:, 0]
 
     def estimate(sums: NDArray[np.float64]) -> float:
         return float(sums[1, 1] / sums[1, 0] - sums[0, 1] / sums[0, 0])
@@ -1035,7 +1041,7 @@ def _difference(
     def influence(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
         counts, sums = blocks[:, :, 0], blocks[:, :, 1:3]
         sums = sums + counts[:, :, None] * windows.origin
-        parts = inference.influence(counts, sums, windows.propensity)[1]
+        parts = inference.influence(counts, sums, windows.propensity)
         return alpha * parts[:, 0] + (1.0 - alpha) * parts[:, 1]
 
     def estimate(sums: NDArray[np.float64]) -> float:

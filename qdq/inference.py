@@ -124,8 +124,8 @@ def confidence_interval(
 
 def influence(
     counts: NDArray[np.float64], sums: NDArray[np.float64], propensity: float | None = None
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return differences treated minus control, and what each block of units adds to their errors.
+) -> NDArray[np.float64]:
+    """Return what each block of units adds to the errors of differences treated minus control.
 
     Parameters
     ----------
@@ -138,8 +138,7 @@ def influence(
 
     Returns
     -------
-    value : ndarray of float64, shape (m,)
-    influence : ndarray of float64, shape (B, m)
+    ndarray of float64, shape (B, m)
         Columns add up to zero: to first order, the error is the sum of a block's influences with
         the true means in place of the estimated ones.
     """
@@ -147,14 +146,16 @@ def influence(
         total = counts.sum(axis=0)[:, None]
         means = sums.sum(axis=0) / total
         parts = (sums - counts[:, :, None] * means) / total
-        return means[1] - means[0], parts[:, 1] - parts[:, 0]
+        influence: NDArray[np.float64] = parts[:, 1] - parts[:, 0]
+        return influence
     scores = sums[:, 1] / propensity - sums[:, 0] / (1.0 - propensity)
     value = scores.sum(axis=0) / counts.sum()
-    return value, (scores - counts.sum(axis=1)[:, None] * value) / counts.sum()
+    influence = (scores - counts.sum(axis=1)[:, None] * value) / counts.sum()
+    return influence
 
 
-def merged(blocks: NDArray[np.float64], most: int = BATCHES) -> NDArray[np.float64]:
-    """Merge neighbouring blocks, as many to one as leave at most `most`, the last one shorter.
+def merged(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Merge neighbouring blocks, as many to one as leave at most 32, the last one shorter.
 
     Parameters
     ----------
@@ -164,7 +165,7 @@ def merged(blocks: NDArray[np.float64], most: int = BATCHES) -> NDArray[np.float
     -------
     ndarray of float64, shape (B', ...)
     """
-    by = -(-len(blocks) // most)
+    by = -(-len(blocks) // BATCHES)
     merged: NDArray[np.float64] = np.add.reduceat(blocks, np.arange(0, len(blocks), by), axis=0)
     return merged
 
@@ -445,7 +446,8 @@ def spread(
     ----------
     by : {"score", "hac", "batch_means", "jackknife"}
     score : Spread
-        What "score" is to return, and the others where there is but one block.
+        What "score" is to return, and the others where there is but one block; the jackknife too
+        where one of its blocks has all units of an arm.
     blocks : ndarray of float64, shape (B, 2, k)
         Sums of each block and arm, the first of them the number of units.
     influence : callable
@@ -464,6 +466,8 @@ def spread(
     blocks = merged(blocks)
     if by == "batch_means":
         return batch_means(blocks[:, :, 0].sum(axis=1), influence(blocks))
+    if np.any(blocks[:, :, 0].max(axis=0) == blocks[:, :, 0].sum(axis=0)):
+        return score
     return jackknife(blocks, estimate)
 
 

@@ -375,12 +375,13 @@ class Study:
     def table(self) -> pd.DataFrame:
         """How each method does over the replications: a row a design, method and variant.
 
-        Columns: ``design, method, rule, horizon, normalise, queue, arrival_rate, variance``;
-        ``n_replications``, those that gave an estimate; ``mean`` of the estimates; ``bias``, their
-        mean minus the truth; ``sd``, their standard deviation over replications; ``rmse``, the root
-        of their mean squared distance from the truth; ``coverage``, the share of the intervals that
-        hold the truth; ``mean_standard_error``; and after each of the first five the standard error
-        of itself, ``mean_error`` to ``coverage_error``.
+        Columns: ``design, method, rule, horizon, normalise, queue, arrival_rate, variance``, the
+        horizon missing where a rule chose it, log by log; ``n_replications``, those that gave an
+        estimate; ``mean`` of the estimates; ``bias``, their mean minus the truth; ``sd``, their
+        standard deviation over replications; ``rmse``, the root of their mean squared distance from
+        the truth; ``coverage``, the share of the intervals that hold the truth;
+        ``mean_standard_error``; and after each of the first five the standard error of itself,
+        ``mean_error`` to ``coverage_error``.
 
         Notes
         -----
@@ -409,7 +410,8 @@ class Study:
             _statistics(value[k], low[k], high[k], standard_error[k], *self._truth)
             for k in range(rows)
         ]
-        labels = self.replications.loc[: rows - 1, list(_LABELS)]
+        labels = self.replications.loc[: rows - 1, list(_LABELS)].copy()
+        labels.loc[labels["rule"].notna(), "horizon"] = pd.NA  # it differs between replications
         return pd.concat([labels, pd.DataFrame(statistics)], axis=1)
 
     def to_dict(self) -> dict[str, Any]:

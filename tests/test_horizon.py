@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from itertools import pairwise
 
 import numpy as np
@@ -137,6 +138,9 @@ def test_nothing_known_is_nothing_forgotten():
     assert short.remaining_at([1, 100]).tolist() == [1.0, 1.0]
     still = Decay(grid(960), np.zeros(9), 960)
     assert still.remaining_at([1, 100]).tolist() == [1.0, 1.0]
+    # Sums that stand still at first leave something to learn all the same.
+    late = Decay(grid(960), np.array([1.0, 1.0, 1.0, 2.0, 5.0, 9.0, 20.0, 30.0, 60.0]), 960)
+    assert np.isfinite(late.remaining_at([1, 10, 30])).all()
 
 
 def test_memory_of_a_log():
@@ -154,6 +158,11 @@ def test_memory_of_a_log():
     assert mixed.truncation == decay.remaining_at(50)
     assert 0.0 < qdq.dq_mixed(log, horizon=200).truncation < mixed.truncation < 1.0
     assert qdq.naive(log).truncation is None
+    # The same numbers make the same estimate, and a pickled one leaves the log behind.
+    assert mixed == qdq.dq_mixed(log, horizon=50)
+    pickled = pickle.dumps(mixed)
+    assert len(pickled) < 10_000 < log.n_tasks
+    assert pickle.loads(pickled).truncation == mixed.truncation
     # Higher load, longer memory.
     busier = scenario.replace(arrivals=qdq.Poisson(0.9))
     slow = Memory(qdq.simulate(busier, qdq.Bernoulli(0.5), 50_000, seed=1)).decay

@@ -45,8 +45,7 @@ def difference(counts, sums, propensity):
 @pytest.mark.parametrize("propensity", [None, 0.3])
 def test_influence_is_the_derivative_by_the_weight_of_a_block(propensity):
     counts, sums = random_blocks(np.random.default_rng(21), variables=2)
-    value, influence = inference.influence(counts, sums, propensity)
-    np.testing.assert_allclose(value, difference(counts, sums, propensity), rtol=1e-13)
+    influence = inference.influence(counts, sums, propensity)
     np.testing.assert_allclose(influence.sum(axis=0), 0.0, atol=1e-15 * np.abs(sums).sum())
     step = 1e-5
     for b in range(len(counts)):
@@ -66,25 +65,23 @@ def test_influence_by_hand():
     # Two runs; control 1, 3 | 5, of mean 3; treated 7 | 2, 3, of mean 4.
     counts = np.array([[2.0, 1.0], [1.0, 2.0]])
     sums = np.array([[4.0, 7.0], [5.0, 5.0]])[:, :, None]
-    value, influence = inference.influence(counts, sums)
-    assert value == [1.0]
+    influence = inference.influence(counts, sums)
     expected = [(7 - 4) / 3 - (4 - 6) / 3, (5 - 8) / 3 - (5 - 3) / 3]
     assert influence[:, 0] == pytest.approx(expected, rel=1e-14)
     # By scores 2 Z Y - 2 (1 - Z) Y: 2 (7 - 4) = 6 over three tasks, 0 over three; mean 1.
-    value, influence = inference.influence(counts, sums, 0.5)
-    assert value == [1.0]
+    influence = inference.influence(counts, sums, 0.5)
     assert influence[:, 0] == pytest.approx([(6 - 3) / 6, (0 - 3) / 6], rel=1e-14)
 
 
 @settings(max_examples=100, deadline=None)
-@given(blocks=st.integers(1, 300), most=st.integers(1, 40))
-def test_merged_blocks_are_runs_of_equal_length(blocks, most):
+@given(blocks=st.integers(1, 300))
+def test_merged_blocks_are_runs_of_equal_length(blocks):
     values = np.arange(2.0 * blocks).reshape(blocks, 2)
-    found = inference.merged(values, most)
-    by = -(-blocks // most)
+    found = inference.merged(values)
+    by = -(-blocks // inference.BATCHES)
     expected = [values[k : k + by].sum(axis=0) for k in range(0, blocks, by)]
     np.testing.assert_array_equal(found, expected)
-    assert len(found) <= most
+    assert len(found) <= inference.BATCHES
 
 
 # --------------------------------------------------------------------------------------------------
@@ -299,7 +296,7 @@ def test_jackknife_of_a_mean_of_equal_blocks_is_that_of_batch_means():
         counts = rng.integers(1, 9, blocks)[:, None] * [1.0, -1.0] + [0.0, 10.0]
         totals = counts[:, :, None] * rng.gamma(2.0, 1.0, (blocks, 2, 1))
         sums = np.concatenate((counts[:, :, None], totals), axis=2)
-        influence = inference.influence(counts, totals)[1][:, 0]
+        influence = inference.influence(counts, totals)[:, 0]
         plain = inference.batch_means(counts.sum(axis=1), influence)
         apart.append(abs(inference.jackknife(sums, contrast_of).variance / plain.variance - 1.0))
     assert apart[0] < 0.2
@@ -311,7 +308,7 @@ def test_spread_goes_by_its_name():
     blocks = np.concatenate((counts[:, :, None], totals), axis=2)
 
     def influence(blocks):
-        return inference.influence(blocks[:, :, 0], blocks[:, :, 1:])[1][:, 0]
+        return inference.influence(blocks[:, :, 0], blocks[:, :, 1:])[:, 0]
 
     score = inference.Spread(7.0, math.inf)
     found = {
@@ -329,6 +326,9 @@ def test_spread_goes_by_its_name():
     for by, spread in expected.items():
         assert found[by] == pytest.approx(spread, rel=1e-12)
     assert len(set(found.values())) == 4
+    # Leaving out the only block with treated units would leave nothing to compare.
+    blocks[1:, 1] = 0.0
+    assert inference.spread("jackknife", score, blocks, influence, contrast_of) == score
 
 
 def test_difference_of_means_of_independent_tasks_is_welchs():

@@ -133,6 +133,8 @@ def test_rules_and_variances_are_those_of_estimate(j):
     spans, kinds = ["rmse", 10, "coverage"], ["score", "jackknife"]
     found = small(2, horizon=spans, variance=kinds, n_tasks=2000, designs=DESIGNS[0])
     log = qdq.simulate(SCENARIO, DESIGNS[0], 2000, (3, j))
+    table = found.table
+    assert (table["horizon"].isna() == (table["rule"].notna() | table["method"].eq("naive"))).all()
     mine = found.replications[found.replications["replication"] == j]
     assert len(mine) == len(kinds) + len(spans) * len(kinds) * 3
     for kind in kinds:
