@@ -120,8 +120,17 @@ class Kept:
 
     stamp: dict[str, Any]
     """What made them: ``parameters``, the hash ``numbers`` of the package's source that numbers
-    come from, and the hash ``cells`` of the cells of the page that compute."""
+    come from, and the hash ``cells`` of the cells of the page that compute; ``confirmed``, if there
+    is one, is the hash of later source that makes the page's standard tables to the same bit."""
     tables: dict[str, pd.DataFrame]
+
+    def stale(self, notebook: str | Path) -> list[str]:
+        """Return what has changed since, of ``numbers`` and ``cells``."""
+        now = stamp(notebook, {})
+        changed = [name for name in ("numbers", "cells") if self.stamp[name] != now[name]]
+        if self.stamp.get("confirmed") == now["numbers"]:
+            changed = [name for name in changed if name != "numbers"]
+        return changed
 
 
 def keep(
@@ -177,6 +186,21 @@ def kept(folder: str | Path, page: str = "*") -> dict[str, Kept]:
         stamp = json.loads(table.schema.metadata[b"qdq"])
         found.setdefault(of_page, Kept(stamp, {})).tables[name] = table.to_pandas()
     return found
+
+
+def confirm(folder: str | Path, page: str, notebook: str | Path) -> None:
+    """Note with a page's kept tables that the present source makes them too.
+
+    Parameters
+    ----------
+    folder, page
+        As for `keep`; nothing happens if there are none, or if the page now computes otherwise.
+    notebook : path
+        The page, whose standard tables came out to the same bit.
+    """
+    there = kept(folder, page).get(page)
+    if there is not None and there.stale(notebook) == ["numbers"]:
+        keep(folder, page, there.tables, there.stamp | {"confirmed": numbers_hash()})
 
 
 def run_of(page: str, chosen: str = "standard") -> Kept | None:
@@ -240,6 +264,11 @@ class Agreement(NamedTuple):
     def holds(self) -> bool:
         """Whether nothing is apart."""
         return not self.apart and not self.problem
+
+    @property
+    def equal(self) -> bool:
+        """Whether every number is the same to the last bit."""
+        return self.holds and not self.near
 
     def said(self) -> str:
         """Say it in a line."""

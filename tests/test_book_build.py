@@ -266,7 +266,9 @@ def test_a_page_that_reads_pages_runs_after_them(
 
 
 @pytest.mark.long
-def test_tables_are_kept_and_verified(publishing: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_kept_and_verified(
+    publishing: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert runner.main(["--verify"], publishing) == 1  # nothing is kept
     assert runner.main(["--keep"], publishing) == 0
     assert "one: results" in capsys.readouterr().out
@@ -275,6 +277,16 @@ def test_tables_are_kept_and_verified(publishing: Path, capsys: pytest.CaptureFi
     assert kept["one"].tables["results"]["x"].to_list() == [0.1 + 0.2, 1000.0]
     assert runner.main(["--verify"], publishing) == 0
     assert "one.results  4 of 4 numbers are the same" in capsys.readouterr().out
+    # Other source is accepted where it makes the same numbers, and there only.
+    monkeypatch.setattr(publish, "numbers_hash", lambda: "later")
+    folder = publishing / "book" / "results" / "standard"
+    for error, accepted in ((0.25, False), (0.5, True)):
+        kept["one"].tables["results"]["x_error"] = [error, None]
+        publish.keep(folder, "one", kept["one"].tables, kept["one"].stamp)
+        assert runner.main(["--verify", "--confirm"], publishing) == 0
+        assert ("confirmed" in publish.kept(folder)["one"].stamp) == accepted
+    monkeypatch.undo()
+    assert runner.main(["--confirm"], publishing) == 1
     # The first number may move by four of its errors, the second has none.
     for old, new, code in (("0.1 + 0.2", "2.3", 0), ("2.3", "9.9", 1), ("9.9", "0.3, 1", 1)):
         notebook = publishing / "book" / "one.ipynb"

@@ -142,6 +142,35 @@ def test_kept_tables_come_back_with_their_stamp(notebook, tmp_path):
     assert publish.kept(tmp_path / "nowhere") == {}
 
 
+def test_what_is_kept_can_be_confirmed_for_later_source(notebook, tmp_path, monkeypatch):
+    page = notebook.parents[1] / "source.ipynb"
+    tables = {"results": publish.published(notebook)["two.results"]}
+    publish.keep(tmp_path, "two", tables, publish.stamp(page, {"n": 3}))
+    made = publish.numbers_hash()
+    publish.confirm(tmp_path, "two", page)  # of this source as it is
+    publish.confirm(tmp_path, "other", page)
+    assert list(publish.kept(tmp_path)) == ["two"]
+    assert "confirmed" not in publish.kept(tmp_path)["two"].stamp
+
+    monkeypatch.setattr(publish, "numbers_hash", lambda: "later")
+    assert publish.kept(tmp_path)["two"].stale(page) == ["numbers"]
+    publish.confirm(tmp_path, "two", page)
+    kept = publish.kept(tmp_path)["two"]
+    assert kept.stamp == {**publish.stamp(page, {"n": 3}), "numbers": made, "confirmed": "later"}
+    assert kept.stale(page) == []
+    assert kept.tables["results"].equals(tables["results"])
+
+    # Another source again, and then other cells, which nothing can confirm.
+    monkeypatch.setattr(publish, "numbers_hash", lambda: "last")
+    assert publish.kept(tmp_path)["two"].stale(page) == ["numbers"]
+    content = nbformat.read(page, as_version=4)
+    content.cells[0].metadata["tags"] = ["compute"]
+    nbformat.write(content, tmp_path / "changed.ipynb")
+    publish.confirm(tmp_path, "two", tmp_path / "changed.ipynb")
+    assert publish.kept(tmp_path)["two"].stamp == kept.stamp
+    assert kept.stale(tmp_path / "changed.ipynb") == ["numbers", "cells"]
+
+
 EXPECTED = pd.DataFrame(
     {
         "method": ["naive", "dq_mixed", None],
@@ -176,6 +205,7 @@ def test_agreement_is_by_standard_errors(change, same, near, apart):
     agreed = publish.agreement("page.table", found, EXPECTED)
     assert agreed[1:4] == (same, near, apart)
     assert agreed.holds == (apart == 0)
+    assert agreed.equal == (same == 12)
     assert f"{same} of 12 numbers are the same" in agreed.said()
     assert ("APART" in agreed.said()) == (apart > 0)
 
