@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -224,10 +225,7 @@ def series(units: NDArray[np.float64], influence: NDArray[np.float64]) -> Spread
     blocks = len(units)
     if blocks < 2 * FEWEST_TERMS:
         return batch_means(units, influence)
-    end = np.cumsum(units)
-    middle = (end - 0.5 * units) / end[-1]
-    waves = np.cos(math.pi * np.outer(np.arange(1, blocks // 2 + 1), middle))
-    squares = 2.0 * (waves @ influence) ** 2
+    squares = 2.0 * (_cosines(units.astype(np.float64).tobytes()) @ influence) ** 2
     if not squares.any():
         return Spread(0.0, MOST_TERMS)
 
@@ -242,6 +240,29 @@ def series(units: NDArray[np.float64], influence: NDArray[np.float64]) -> Spread
         clean = max(int(np.argmax(standing_out) + 1) // 3, FEWEST_TERMS)
     terms = min(flat_terms(squares[:clean]), clean)
     return Spread(float(np.mean(squares[:terms])), terms)
+
+
+@lru_cache(maxsize=16)
+def _cosines(units: bytes) -> NDArray[np.float64]:
+    """Return ``cos(pi j t_b)`` for the middles t_b of blocks; most logs have equal ones."""
+    size = np.frombuffer(units)
+    end = np.cumsum(size)
+    middle = (end - 0.5 * size) / end[-1]
+    cosines: NDArray[np.float64] = np.cos(
+        math.pi * np.outer(np.arange(1, len(size) // 2 + 1), middle)
+    )
+    cosines.flags.writeable = False
+    return cosines
+
+
+@lru_cache(maxsize=16)
+def _spectra(terms: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the spectra that `flat_terms` tries, and the sums of their logarithms."""
+    memory = 1.0 / (1.0 + (np.arange(1, terms + 1) / MEMORY_KNEES[:, None]) ** 2)
+    spectra = 1.0 + MEMORY_RATIOS[:, None, None] * memory
+    of_logs = np.log(spectra).sum(axis=-1)
+    spectra.flags.writeable = of_logs.flags.writeable = False
+    return spectra, of_logs
 
 
 def flat_terms(squares: NDArray[np.float64]) -> int:
@@ -263,10 +284,9 @@ def flat_terms(squares: NDArray[np.float64]) -> int:
     int
     """
     j = np.arange(1, len(squares) + 1)
-    memory = 1.0 / (1.0 + (j / MEMORY_KNEES[:, None]) ** 2)
-    spectra = 1.0 + MEMORY_RATIOS[:, None, None] * memory
+    spectra, of_logs = _spectra(len(squares))
     level = np.mean(squares / spectra, axis=-1)
-    loss = len(squares) * np.log(level) + np.log(spectra).sum(axis=-1)
+    loss = len(squares) * np.log(level) + of_logs
     white = len(squares) * math.log(squares.mean())
     most = min(MOST_TERMS, len(squares))
     if 2.0 * (white - loss.min()) < MEMORY_PENALTY:

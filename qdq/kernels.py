@@ -1352,35 +1352,86 @@ def add_windows(
 
 
 @jit
-def add_tasks(response, treated, origin, moments):
-    """Add tasks to the moments of their responses, arm by arm.
+def add_windows_to_blocks(
+    response,
+    cost,
+    arrival,
+    treated,
+    first,
+    stop,
+    ahead,
+    horizon,
+    by_duration,
+    running,
+    length,
+    moments,
+):
+    """Add the windows number first, ..., stop - 1 to the blocks that they fall into.
+
+    Parameters
+    ----------
+    response, cost, arrival, treated, horizon, by_duration, running
+        As for `add_windows`.
+    first, stop : int, numbers of windows, counted from the very first one
+    ahead : int, position of window 0 in the arrays, which may be negative
+    length : int, windows to a block
+    moments : float64 (B, 2, 6), changed, by block
+    """
+    while first < stop:
+        block = first // length
+        end = min((block + 1) * length, stop)
+        add_windows(
+            response,
+            cost,
+            arrival,
+            treated,
+            first + ahead,
+            end + ahead,
+            horizon,
+            by_duration,
+            running,
+            moments[block],
+        )
+        first = end
+
+
+@jit
+def add_tasks(response, treated, first, stop, ahead, origin, length, moments):
+    """Add the tasks number first, ..., stop - 1 to the moments of their responses, arm by arm.
 
     Parameters
     ----------
     response : float64 (m,)
     treated : bool (m,)
+    first, stop : int, numbers of tasks, counted from the very first one that counts
+    ahead : int, position of task 0 in the arrays, which may be negative
     origin : float, taken off each response, so that squares lose little to rounding
-    moments : float64 (2, 3), changed, a row an arm (0 control, 1 treatment): tasks; sums of the
-        deviations and of their squares
+    length : int, tasks to a block
+    moments : float64 (B, 2, 3), changed, by block, a row an arm (0 control, 1 treatment): tasks;
+        sums of the deviations and of their squares
     """
-    n1 = 0
-    x0 = xx0 = x1 = xx1 = 0.0
-    for i in range(np.uint64(len(response))):
-        x = response[i] - origin
-        z = treated[i]
-        n1 += z
-        mine = x if z else 0.0
-        other = x - mine
-        x1 += mine
-        xx1 += mine * x
-        x0 += other
-        xx0 += other * x
-    moments[0, 0] += len(response) - n1
-    moments[0, 1] += x0
-    moments[0, 2] += xx0
-    moments[1, 0] += n1
-    moments[1, 1] += x1
-    moments[1, 2] += xx1
+    while first < stop:
+        block = first // length
+        end = min((block + 1) * length, stop)
+        n1 = 0
+        x0 = xx0 = x1 = xx1 = 0.0
+        for i in range(np.uint64(first + ahead), np.uint64(end + ahead)):
+            x = response[i] - origin
+            z = treated[i]
+            n1 += z
+            mine = x if z else 0.0
+            other = x - mine
+            x1 += mine
+            xx1 += mine * x
+            x0 += other
+            xx0 += other * x
+        moments[block, 0, 0] += end - first - n1
+        moments[block, 0, 1] += x0
+        moments[block, 0, 2] += xx0
+        moments[block, 1, 0] += n1
+        moments[block, 1, 1] += x1
+        moments[block, 1, 2] += xx1
+        first = end
 
 
 @jit

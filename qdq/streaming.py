@@ -7,7 +7,7 @@ experiment is fed from a log or straight from the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,14 +111,6 @@ class Blocks:
             self.sums[:half] = self.sums[0::2] + self.sums[1::2]
             self.sums[half:] = 0.0
             self.length *= 2
-
-    def pieces(self, first: int, stop: int) -> Iterator[tuple[NDArray[np.float64], int, int]]:
-        """Yield the blocks of units ``first .. stop - 1``: their sums, and which units they get."""
-        while first < stop:
-            block = first // self.length
-            end = min((block + 1) * self.length, stop)
-            yield self.sums[block], first, end
-            first = end
 
 
 class Sums:
@@ -279,11 +271,18 @@ class Sums:
         if self._origin is None:
             self._origin = float(response[0])
         begin, end = max(self.n_seen, self._first), self.n_seen + response.size
-        self._means.make_room(end - self._first)
-        shift = self._first - self.n_seen  # from a task's number among those that count
-        for sums, first, stop in self._means.pieces(begin - self._first, end - self._first):
-            rows = slice(first + shift, stop + shift)
-            kernels.add_tasks(response[rows], chunk.treated[rows], self._origin, sums)
+        blocks = self._means
+        blocks.make_room(end - self._first)
+        kernels.add_tasks(
+            response,
+            chunk.treated,
+            begin - self._first,
+            end - self._first,
+            self._first - self.n_seen,
+            self._origin,
+            blocks.length,
+            blocks.sums,
+        )
 
     def _add_periods(self, chunk: Chunk, response: NDArray[np.float64]) -> None:
         closed = np.empty((response.size, 3))
@@ -326,20 +325,20 @@ class Sums:
             blocks.make_room(self.n_seen + m - self._first)
             begin = max(self.n_seen - window.horizon, self._first) - self._first
             end = self._held - window.horizon + oldest - self._first
-            shift = self._first - oldest
-            for sums, first, stop in blocks.pieces(begin, end):
-                kernels.add_windows(
-                    newest["response"],
-                    newest[window.queue, window.rate],
-                    newest["arrival"],
-                    newest["treated"],
-                    first + shift,
-                    stop + shift,
-                    window.horizon,
-                    window.by_duration,
-                    self._running[window],
-                    sums,
-                )
+            kernels.add_windows_to_blocks(
+                newest["response"],
+                newest[window.queue, window.rate],
+                newest["arrival"],
+                newest["treated"],
+                begin,
+                end,
+                self._first - oldest,
+                window.horizon,
+                window.by_duration,
+                self._running[window],
+                blocks.length,
+                blocks.sums,
+            )
 
     def _found(self, chunk: Chunk, before: float) -> dict[str, NDArray[Any]]:
         """Return what the windows ask for of the tasks that each arrival finds."""

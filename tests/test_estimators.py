@@ -849,7 +849,12 @@ def test_compiled_kernels_equal_their_python_bit_for_bit(log, horizon, by_durati
         stretch = (log.first_counted, log.n_tasks - horizon, horizon, by_duration)
         columns = (log.response_time, costs, log.arrival, log.treated)
         both("add_windows", *columns, *stretch, np.zeros(5), np.zeros((2, 6)))
-    both("add_tasks", log.response_time, log.treated, 1.5, np.zeros((2, 3)))
+        windows = log.n_tasks - horizon - log.first_counted
+        stretch = (0, windows, log.first_counted, horizon, by_duration, np.zeros(5))
+        both("add_windows_to_blocks", *columns, *stretch, 4, np.zeros((windows // 4 + 1, 2, 6)))
+    tasks = log.n_tasks - log.first_counted
+    stretch = (0, tasks, log.first_counted, 1.5)
+    both("add_tasks", *columns[::3], *stretch, 4, np.zeros((tasks // 4 + 1, 2, 3)))
     period = np.floor(log.arrival / 2.0).astype(np.int64)
     kept = log.arrival - 2.0 * period >= 0.5
     columns = (log.response_time, period % 2 == 0, period, kept)
