@@ -60,6 +60,8 @@ PARTS = (1.0, 0.5, 0.25, 0.75, 0.125)
 FOLDS = 10
 # Windows side by side that each term of the regression needs.
 WINDOWS_PER_TERM = 10
+# Singular values below this share of the largest count as zero: terms that say the same.
+_RANK = 1e-12
 # Tasks whose terms are held at once.
 _ROWS = 1 << 14
 
@@ -214,7 +216,7 @@ def lstd_dq(
     Raises
     ------
     TypeError, ValueError
-        As for `dq_score`, or if the log is too short to fit the value function.
+        As for `dq_score`.
 
     Warns
     -----
@@ -254,31 +256,26 @@ def lstd_dq(
         raise validation.refuse("horizon", horizon, f"below the number of counted tasks, {steps}")
     _warn_of_no_state(log)
     chain = _Chain.of(log, met, horizon)
-    sums = chain.sums()
-    total = sums.sum(axis=0)
-    value, weights = chain.solve(total)
+    blocks = chain.blocks()
+    moments = _moments(blocks).sum(axis=0)
+    value, rho, weights = _solve(moments)
 
-    # An error of the equation that w solves moves w, and w the estimate.
-    n, k = steps, chain.features.shape[1]
-    matrix = total[0, 3 : 3 + k * k].reshape(k, k)
-    slope = total[0, 3 + k * k :].reshape(3, k)[2]
-    carry = np.linalg.lstsq(-matrix.T, slope, rcond=1e-10)[0]
-    error = chain.cost - chain.cost.mean() + chain.step @ weights
-    terms = chain.trace * error + (chain.features @ carry) * error
+    # An error of the equation that w solves moves w, and w the estimate: by so much.
+    lever = np.concatenate(([1.0], np.linalg.lstsq(-moments[2:, 2:].T, moments[1, 2:], _RANK)[0]))
+    difference = np.concatenate(([-rho, 1.0], weights))
 
     def influence(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
-        counts, sums = blocks.sum(axis=1).T
-        return (sums - counts * terms.mean()) / n  # type: ignore[no-any-return]
+        part = _moments(blocks)
+        away = lever @ part[:, 1:] @ difference - value * part[:, 0, 0]
+        return away / moments[0, 0]  # type: ignore[no-any-return]
 
-    by_score = Spread(float(terms.var()) / n, math.inf)
-    if variance == "jackknife":
-        spread = inference.spread(
-            variance, by_score, sums, influence, lambda part: chain.solve(part)[0]
-        )
-    else:
-        blocks = _blocks(chain.treated, terms[:, None])
-        spread = inference.spread(variance, by_score, blocks, influence, lambda part: value)
-    return _estimate("lstd_dq", log, value, spread, level, variance, horizon, n)
+    terms = (chain.left[:, 1:] @ lever) * (chain.right @ difference)
+    by_score = Spread(float(terms.var()) / steps, math.inf)
+    spread = inference.spread(
+        variance, by_score, blocks, influence, lambda sums: _solve(_moments(sums[None])[0])[0]
+    )
+    scored = steps + 1 - horizon
+    return _estimate("lstd_dq", log, value, spread, level, variance, horizon, scored)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -328,13 +325,13 @@ def _look(
     policies = _policies(log, control, treatment)
     if service is not None:
         service = validation.boolean("service", service)
-    server, n = _servers(log, n_servers)
+    server, before, n = _servers(log, n_servers)
     for name, policy in zip(("control", "treatment"), policies, strict=True):
         if policy.min_servers > n:
             raise ValueError(
                 f"{name}={policy!r} samples more servers than there are: d must be at most {n}"
             )
-    service_time, fcfs = _service_times(log, server, n)
+    service_time, fcfs = _service_times(log, server, before, n)
     if log.scenario is not None:
         rates = log.scenario.rates
     else:
@@ -348,12 +345,11 @@ def _look(
             raise ValueError(
                 f"none of the {arms.size} counted tasks is {name}: {method} needs both arms"
             )
-    asked = [kernels.__dict__.get(policy.kind, -1) for policy in policies]
     kinds = [
-        kind if _has_ranks(log, policy, rates) else -1
-        for kind, policy in zip(asked, policies, strict=True)
+        getattr(kernels, policy.kind) if _has_ranks(log, policy, rates) else -1
+        for policy in policies
     ]
-    ranks, state = _queues(log, server, rates, kinds)
+    ranks, state = _queues(log, server, before, rates, kinds)
     score = _score(log, policies, server, n, p, ranks if min(kinds) >= 0 else None)
 
     known = service_time is not None
@@ -413,40 +409,52 @@ def _policies(
     return found[0], found[1]
 
 
-def _servers(log: TaskLog, n_servers: int | None) -> tuple[NDArray[np.int32], int]:
-    """Return the servers, numbered below their number, and their number."""
+def _servers(
+    log: TaskLog, n_servers: int | None
+) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+    """Return the servers of the log's tasks and of those there before, and how many there are."""
     assert log.server is not None
-    server = log.server
-    used = np.unique(server)
-    if n_servers is None and log.n_servers is None:
+    before = log.carried_over[:, 0].astype(np.int32)
+    known = log.n_servers
+    if known is None and log.scenario is not None:
+        known = log.scenario.n_servers
+    if known is None and log.queue_lengths is not None:
+        known = log.queue_lengths.shape[1]
+    used = np.unique(np.concatenate((before, log.server)))
+    if n_servers is not None:
+        right = "a whole number >= 1" if known is None else f"the log's own, {known}, or None"
+        n = validation.integer("n_servers", n_servers, right, at_least=known or 1, at_most=known)
+        if used.size > n:
+            raise validation.refuse("n_servers", n, f"at least {used.size}, as many as occur")
+    elif known is not None:
+        n = known
+    else:
+        n = used.size
         warnings.warn(
-            f"the number of servers is not known and taken to be {used.size}, as many as occur: "
-            "give n_servers",
+            f"the number of servers is not known and taken to be {n}, as many as occur: give "
+            "n_servers",
             UserWarning,
             stacklevel=4,
         )
-        return np.searchsorted(used, server).astype(np.int32), used.size
-    if n_servers is None:
-        assert log.n_servers is not None
-        return server.copy(), log.n_servers
-    n = validation.integer("n_servers", n_servers, "a whole number >= 1", at_least=1)
-    if log.n_servers not in (None, n):
-        raise validation.refuse("n_servers", n, f"the log's own, {log.n_servers}, or None")
-    if used.size > n:
-        raise validation.refuse("n_servers", n, f"at least {used.size}, as many as occur")
     if used[-1] < n:
-        return server.copy(), n
-    return np.searchsorted(used, server).astype(np.int32), n
+        return log.server.copy(), before, n
+    if known is not None:
+        raise ValueError(
+            f"the log names server {used[-1]}: servers must be numbered from 0 to {n - 1}"
+        )
+    server, before = (np.searchsorted(used, x).astype(np.int32) for x in (log.server, before))
+    return server, before, n
 
 
 def _service_times(
-    log: TaskLog, server: NDArray[np.int32], n: int
+    log: TaskLog, server: NDArray[np.int32], before: NDArray[np.int32], n: int
 ) -> tuple[NDArray[np.float64] | None, bool]:
     """Return service times, recorded or rebuilt, and whether the servers are FCFS."""
     free = np.full(n, -np.inf)
-    np.maximum.at(free, log.carried_over[:, 0].astype(np.int64), log.carried_over[:, 2])
-    delay = 0.0 if log.scenario is None else log.scenario.dispatch_delay
-    start = kernels.start_of_service(log.arrival.copy(), log.departure.copy(), server, delay, free)
+    np.maximum.at(free, before, log.carried_over[:, 2])
+    start = kernels.start_of_service(
+        log.arrival.copy(), log.departure.copy(), server, _delays(log)[0], free
+    )
     # A task served in no time may seem to overtake by rounding.
     overtakes = start - log.departure > 4.0 * np.finfo(np.float64).eps * np.abs(log.departure)
     fcfs = bool(np.mean(overtakes) <= MOST_OVERTAKING)
@@ -497,19 +505,22 @@ def _delays(log: TaskLog) -> tuple[float, float]:
 
 
 def _queues(
-    log: TaskLog, server: NDArray[np.int32], rates: NDArray[np.float64], kinds: list[int]
+    log: TaskLog,
+    server: NDArray[np.int32],
+    before: NDArray[np.int32],
+    rates: NDArray[np.float64],
+    kinds: list[int],
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the ranks of the servers chosen and the state met, as `kernels.queues_met` does."""
-    before = log.carried_over
-    first, n = len(before), log.n_tasks
-    departure = np.concatenate((before[:, 2], log.departure))
+    first, n = before.size, log.n_tasks
+    departure = np.concatenate((log.carried_over[:, 2], log.departure))
     seen = log.queue_lengths
     ranks = np.zeros((n, 2, 2), np.int64)
     state = np.zeros((n, 9))
     kernels.queues_met(
         np.concatenate((np.full(first, -np.inf), log.arrival)),
         departure,
-        np.concatenate((before[:, 0].astype(np.int32), server)),
+        np.concatenate((before, server)),
         np.argsort(departure, kind="stable"),
         first,
         *_delays(log),
@@ -540,8 +551,8 @@ def _score(
         if not recorded:
             raise ValueError(_what_is_missing(log, policies))
         # By the log's own numbers: they may differ from ours.
-        control = (log.server == log.choice_control).astype(np.float64)
-        treatment = (log.server == log.choice_treatment).astype(np.float64)
+        control = np.where(log.server == log.choice_control, 1.0, 0.0)
+        treatment = np.where(log.server == log.choice_treatment, 1.0, 0.0)
     else:
         control, treatment = (
             _choice_probability(ranks[:, arm], policy.n_choices or n, n)
@@ -691,60 +702,69 @@ def _standardised(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _terms(log: TaskLog, met: _Met, span: int) -> _Terms:
-    """Return what a task cannot influence: the state it meets, later gaps, and requirements."""
+    """Return the terms that a window's outcome is regressed on."""
+    raw, states, lengths = _beyond_influence(log, met, span)
+    load = "V" if "V" in raw else "Q"
+    nets = [f"net{k}" for k in lengths]
+    inputs = [name for k in lengths for name in (f"T{k}", f"R{k}") if name in raw]
+    begin = 2 if "R squares" in raw else 1  # gap and requirement over the whole window
+    names: list[tuple[str, ...]] = [(), (load,), *((name,) for name in inputs[:begin])]
+    names += [("Q",), (nets[0], load), (nets[0], nets[0]), (load, load)]
+    names += [(name,) for name in (*inputs, *states)]
+    names += [("Q", "Q"), ("busy", "busy"), (load, "busy"), ("Q", load)]
+    names += [(net, by) for net in nets for by in (load, "Q")]
+    names += [(a, b) for i, a in enumerate(nets) for b in nets[i:]]
+    names += [("R squares",)] if "R squares" in raw else []
+    windows = raw["Q"].size
+    products = list(dict.fromkeys(names))[: max(1, windows // (WINDOWS_PER_TERM * span))]
+    used = dict.fromkeys(name for product in products for name in product)
+    return _Terms({name: _standardised(raw[name]) for name in used}, products)
+
+
+def _beyond_influence(
+    log: TaskLog, met: _Met, span: int
+) -> tuple[dict[str, NDArray[np.float64]], list[str], list[int]]:
+    """Return what a task cannot influence, window by window.
+
+    Returns
+    -------
+    raw : dict of str to ndarray of float64, shape (m,)
+        The state that the task meets; and, up to several points of its window, time T, requirements
+        R, and the work that would be left over if all servers were busy, net.
+    states : list of str
+        Those that are of the state.
+    lengths : list of int
+        Arrivals up to each point, the whole window first.
+    """
     first, stop = log.first_counted, log.n_tasks - span
     state = met.state[first:stop]
-    raw = {
-        "Q": state[:, _TOTAL],
-        "busy": state[:, _BUSY],
-        "two": state[:, _TWO],
-        "squares": state[:, _SQUARES],
-    }
-    works = met.uses_service and met.fcfs
-    if works:
+    raw = {"Q": state[:, _TOTAL], "busy": state[:, _BUSY]}
+    raw |= {"two": state[:, _TWO], "squares": state[:, _SQUARES]}
+    if met.uses_service and met.fcfs:
         raw |= {"V": state[:, _REQUIREMENT], "V squares": state[:, _WORK_SQUARES]}
     if met.unequal:
         raw["capacity"] = state[:, _CAPACITY]
-    load = "V" if works else "Q"
     states = list(raw)
 
     requirement = None
     if met.uses_service:
-        requirement = met.requirement
         assert met.service_time is not None
-        if met.service_time.std() <= CONSTANT * met.service_time.mean():
-            requirement = None  # they tell no more than the number of arrivals
+        # Constant ones tell no more than the number of arrivals.
+        if met.service_time.std() > CONSTANT * met.service_time.mean():
+            requirement = met.requirement
     gap = np.diff(log.arrival)
     gap -= gap.mean()
     lengths = list(dict.fromkeys(max(1, round(part * span)) for part in PARTS))
-    nets = []
     for k in lengths:
         time = _window_sums(gap, k)[first:stop]
-        raw[f"T{k}"], net = time, -time
+        raw[f"T{k}"], raw[f"net{k}"] = time, -time
         if requirement is not None:
             work = _window_sums(requirement, k)[first:stop]
             raw[f"R{k}"] = work
-            net = work - float(met.rates.sum()) * time  # if all servers were busy
-        raw[f"net{k}"] = net
-        nets.append(f"net{k}")
+            raw[f"net{k}"] = work - float(met.rates.sum()) * time
     if requirement is not None:
         raw["R squares"] = _window_sums(requirement**2, span)[first:stop]
-
-    whole = nets[0]
-    inputs = [name for k in lengths for name in (f"T{k}", f"R{k}") if name in raw]
-    names: list[tuple[str, ...]] = [(), (load,), (inputs[0],)]
-    names += [(inputs[1],)] if requirement is not None else []
-    names += [("Q",), (whole, load), (whole, whole), (load, load)]
-    names += [(name,) for name in inputs]
-    names += [(name,) for name in states]
-    names += [("Q", "Q"), ("busy", "busy"), ("V", "Q") if works else ("Q", "busy")]
-    names += [(net, by) for net in nets for by in dict.fromkeys((load, "Q"))]
-    names += [(a, b) for i, a in enumerate(nets) for b in nets[i:]]
-    names += [("R squares",)] if requirement is not None else []
-    most = max(1, (stop - first) // (WINDOWS_PER_TERM * span))
-    products = list(dict.fromkeys(names))[:most]
-    used = dict.fromkeys(name for product in products for name in product)
-    return _Terms({name: _standardised(raw[name]) for name in used}, products)
+    return raw, states, lengths
 
 
 def _without_regression(
@@ -786,7 +806,7 @@ def _without_regression(
         b = np.linalg.lstsq(
             squares[-1] - (squares[back] - squares[out]),
             products[-1] - (products[back] - products[out]),
-            rcond=1e-12,
+            _RANK,
         )[0]
         stretch = np.arange(folds[fold], folds[fold + 1] + _ROWS, _ROWS)
         for begin, end in itertools.pairwise(np.minimum(stretch, folds[fold + 1])):
@@ -799,18 +819,13 @@ def _without_regression(
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Chain:
-    """Steps from one counted task to the next."""
+class _Chain(NamedTuple):
+    """Steps from one counted task to the next; all that `lstd_dq` asks of them are products."""
 
-    features: NDArray[np.float64]
-    """(n, k), phi of the state met, of mean zero."""
-    step: NDArray[np.float64]
-    """(n, k), by how much phi is more at the next task."""
-    cost: NDArray[np.float64]
-    """(n,), less what requirements add by chance."""
-    trace: NDArray[np.float64]
-    """(n,), scores of a task and of the horizon - 1 before it, summed."""
+    left: NDArray[np.float64]
+    """(n, 2 + k): 1; scores of the task and of the horizon - 1 before it, summed; phi."""
+    right: NDArray[np.float64]
+    """(n, 2 + k): 1; cost; by how much phi is more at the next task."""
     treated: NDArray[np.bool_]
 
     @classmethod
@@ -834,50 +849,43 @@ class _Chain:
             requirement = met.requirement[first:-1]
             cost = cost - requirement / met.rates[met.server[first:-1]]
             drawn.append(_standardised(requirement))
-        parts = [x[:, None] * np.column_stack((np.ones(len(x)), here)) for x in drawn]
-        chance = np.column_stack(parts)
-        step = step - chance @ np.linalg.lstsq(chance.T @ chance, chance.T @ step, rcond=1e-12)[0]
+        one = np.ones(len(here))
+        with_one = np.column_stack((one, here))
+        chance = np.hstack([x[:, None] * with_one for x in drawn])
+        step -= chance @ np.linalg.lstsq(chance.T @ chance, chance.T @ step, _RANK)[0]
 
         # Only tasks with a whole horizon after them are scored.
         score = met.score[first : log.n_tasks - horizon]
         total = np.concatenate(([0.0], np.cumsum(score)))
         k = np.arange(len(here))
         trace = total[np.minimum(k + 1, score.size)] - total[np.maximum(k + 1 - horizon, 0)]
-        return cls(here, step, cost, trace, log.treated[first:-1])
+        trace *= len(here) / score.size  # so that a mean over steps is one over scored tasks
+        left = np.column_stack((one, trace, here))
+        return cls(left, np.column_stack((one, cost, step)), log.treated[first:-1])
 
-    def sums(self) -> NDArray[np.float64]:
-        """Return the sums that `solve` takes, shape (B, 2, s), block by block.
+    def blocks(self) -> NDArray[np.float64]:
+        """Return counts by arm, as all blocks have, and in control's row the sums of products."""
+        counts = _blocks(self.treated, np.zeros((len(self.left), 0)))
+        blocks = np.zeros((len(counts), 2, 1 + self.left.shape[1] ** 2))
+        blocks[:, :, :1] = counts
+        ends = np.cumsum(counts.sum(axis=(1, 2))).astype(np.int64)
+        for block, begin, end in zip(blocks, (0, *ends[:-1]), ends, strict=True):
+            block[0, 1:] = (self.left[begin:end].T @ self.right[begin:end]).ravel()
+        return blocks
 
-        They count tasks by arm, as all blocks do, and hold all other sums in the row of control.
-        """
-        n, k = self.features.shape
-        blocks = _blocks(self.treated, np.zeros((n, 0)))
-        sums = np.zeros((len(blocks), 2, 3 + k * k + 3 * k))
-        sums[:, :, 0] = blocks[:, :, 0]
-        begin = 0
-        for block, size in zip(sums, blocks[:, :, 0].sum(axis=1).astype(np.int64), strict=True):
-            rows = slice(begin, begin + size)
-            phi, step, cost = self.features[rows], self.step[rows], self.cost[rows]
-            trace = self.trace[rows]
-            parts = (phi.T @ cost, phi.sum(axis=0), trace @ step)
-            block[0, 1:3] = cost.sum(), trace.sum()
-            block[0, 3 : 3 + k * k] = (phi.T @ step).ravel()
-            block[0, 3 + k * k :] = np.concatenate(parts)
-            block[1, 1] = trace @ cost
-            begin += size
-        return sums
 
-    def solve(self, sums: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        """Return the estimate, and w, from the sums (2, s) over some blocks."""
-        k = self.features.shape[1]
-        n = float(sums[:, 0].sum())
-        cost, trace = sums[0, 1:3]
-        matrix = sums[0, 3 : 3 + k * k].reshape(k, k)
-        by_cost, total, slope = sums[0, 3 + k * k :].reshape(3, k)
-        rho = cost / n
-        weights = np.linalg.lstsq(-matrix, by_cost - rho * total, rcond=1e-10)[0]
-        value = (sums[1, 1] - rho * trace + slope @ weights) / n
-        return float(value), weights
+def _moments(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sums of the products of left and right, (B, 2 + k, 2 + k)."""
+    size = math.isqrt(blocks.shape[2] - 1)
+    return blocks[:, 0, 1:].reshape(-1, size, size)
+
+
+def _solve(moments: NDArray[np.float64]) -> tuple[float, float, NDArray[np.float64]]:
+    """Return the estimate, rho and w."""
+    mean = moments / moments[0, 0]
+    rho = mean[0, 1]
+    weights = np.linalg.lstsq(-mean[2:, 2:], mean[2:, 1] - rho * mean[2:, 0], _RANK)[0]
+    return float(mean[1, 1] - rho * mean[1, 0] + mean[1, 2:] @ weights), float(rho), weights
 
 
 def _warn_of_no_state(log: TaskLog) -> None:
