@@ -803,15 +803,23 @@ def _without_regression(
         left = m - int(ends[fold] - begins[fold])
         if left < max(span, k):
             continue  # too short a log: less the mean alone
-        b = np.linalg.lstsq(
+        b = _least_squares(
             squares[-1] - (squares[back] - squares[out]),
             products[-1] - (products[back] - products[out]),
-            _RANK,
-        )[0]
+        )
         stretch = np.arange(folds[fold], folds[fold + 1] + _ROWS, _ROWS)
         for begin, end in itertools.pairwise(np.minimum(stretch, folds[fold + 1])):
             rest[begin:end] -= terms.rows(begin, end) @ b
     return rest
+
+
+def _least_squares(
+    squares: NDArray[np.float64], products: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the least coefficients that solve normal equations."""
+    inverse = np.linalg.pinv(squares, rcond=_RANK, hermitian=True)
+    coefficients: NDArray[np.float64] = inverse @ products
+    return coefficients
 
 
 # --------------------------------------------------------------------------------------------------
@@ -852,7 +860,7 @@ class _Chain(NamedTuple):
         one = np.ones(len(here))
         with_one = np.column_stack((one, here))
         chance = np.hstack([x[:, None] * with_one for x in drawn])
-        step -= chance @ np.linalg.lstsq(chance.T @ chance, chance.T @ step, _RANK)[0]
+        step -= chance @ _least_squares(chance.T @ chance, chance.T @ step)
 
         # Only tasks with a whole horizon after them are scored.
         score = met.score[first : log.n_tasks - horizon]
@@ -920,9 +928,11 @@ def _blocks(treated: NDArray[np.bool_], values: NDArray[np.float64]) -> NDArray[
         length *= 2
     place = 2 * (np.arange(n) // length) + treated
     count = -(-n // length)
-    columns = [np.bincount(place, minlength=2 * count).astype(np.float64)]
-    columns += [np.bincount(place, values[:, j], minlength=2 * count) for j in range(m)]
-    return np.column_stack(columns).reshape(count, 2, 1 + m)
+    sums = np.empty((2 * count, 1 + m))
+    sums[:, 0] = np.bincount(place, minlength=2 * count)
+    for j in range(m):
+        sums[:, 1 + j] = np.bincount(place, values[:, j], minlength=2 * count)
+    return sums.reshape(count, 2, 1 + m)
 
 
 def _estimate(

@@ -225,7 +225,7 @@ CELLS = {
             treatment=qdq.PowerOfD(2),
         ),
         0.5,
-        10,
+        20,
     ),
     "unequal rates, p = 0.3": (
         qdq.Scenario(
@@ -249,11 +249,12 @@ def test_expectations_are_those_of_small_chains(name):
     calls = {
         "with service": lambda log: qdq.dq_score(log, horizon=horizon),
         "without": lambda log: qdq.dq_score(log, horizon=horizon, service=False),
-        "value function and 60 arrivals": lambda log: qdq.lstd_dq(log, horizon=60),
+        "value function": lambda log: qdq.lstd_dq(log),
+        "value function after 30": lambda log: qdq.lstd_dq(log, horizon=30),
     }
     estimates = {call: [] for call in calls}
     plain = []
-    for j in range(40):
+    for j in range(24):
         log = qdq.simulate(scenario, qdq.Bernoulli(p), 20_000, seed=(91, j))
         plain.append(qdq.dq_response(log, horizon=horizon, variance="score").value)
         for call, function in calls.items():
@@ -262,13 +263,15 @@ def test_expectations_are_those_of_small_chains(name):
         values = np.array([estimate.value for estimate in found])
         error = values.std(ddof=1) / math.sqrt(values.size)
         right = chain.slope() if call.startswith("value") else expected
-        assert abs(values.mean() - right) < Z * error, call
-        # Small enough to tell it from the direct effect, or from the truncated one.
-        wrong = expected if call.startswith("value") else chain.direct_effect()
+        # The features span the value function to within a hundredth or so.
+        misfit = 0.02 * abs(right) if call == "value function" else 0.0
+        assert abs(values.mean() - right) < Z * error + misfit, call
+        # Small enough to tell it from the direct effect, or at least from none.
+        wrong = 0.0 if call == "without" else chain.direct_effect()
         assert abs(right - wrong) > 2 * Z * error, call
-        # Standard errors: 4 standard deviations of a variance with 39 degrees of freedom.
+        # Standard errors: 4 standard deviations of a variance with 23 degrees of freedom.
         claimed = np.mean([estimate.standard_error**2 for estimate in found])
-        assert abs(claimed / values.var(ddof=1) - 1) < 4 * math.sqrt(2 / 39) + 0.1, call
+        assert abs(claimed / values.var(ddof=1) - 1) < 4 * math.sqrt(2 / 23) + 0.1, call
         if not call.startswith("value"):
             assert values.var() < 0.7 * np.var(plain), call
 
@@ -437,8 +440,9 @@ def test_a_short_log_gets_few_terms(log):
         products = score._terms(log, met, span).products
         assert len(products) == most
         assert products[0] == ()
-    short = qdq.dq_score(log, qdq.PowerOfD(1), qdq.PowerOfD(2), horizon=19_000)
-    assert math.isfinite(short.value)
+    with pytest.warns(UserWarning, match="dq_score has 0 windows side by side"):
+        short = qdq.dq_score(log, qdq.PowerOfD(1), qdq.PowerOfD(2), horizon=19_000)
+    assert math.isfinite(short.standard_error)
 
 
 # --------------------------------------------------------------------------------------------------
