@@ -136,7 +136,8 @@ def dq_score(
 
     b is found by least squares on nine tenths of the log, leaving out the tenth that it is used for
     and L windows on either side. Were each window's own outcome part of its fit, the estimate
-    would shrink by about half the number of terms times L/n: 1 % at 3e5 tasks, L = 480.
+    would shrink, the more the longer the windows and the more the terms: by 1 % at 3e5 tasks, L =
+    480 and 47 terms.
 
     *Probability of a choice.* A policy that takes the least of a number among d random servers
     takes the given one with probability ``[C(k + t, d) - C(k, d)] / (t C(N, d))``, with k servers
