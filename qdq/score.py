@@ -59,7 +59,7 @@ PARTS = (1.0, 0.5, 0.25, 0.75, 0.125)
 # Stretches of the log, each of which has the regression of the others.
 FOLDS = 10
 # Windows side by side that each term of the regression needs.
-WINDOWS_PER_TERM = 10
+WINDOWS_PER_TERM = 5
 # Singular values below this share of the largest count as zero: terms that say the same.
 _RANK = 1e-12
 # Tasks whose terms are held at once.
@@ -132,12 +132,12 @@ def dq_score(
     whatever it does, so ``E[h_i x_i] = 0`` whatever b is: tasks in system, servers with one task
     and with two or more, squared lengths, work left; arrival times and requirements within the
     window, summed up to five points of it; and products of these. Terms are dropped, the lesser
-    ones first, until there are 10 windows side by side for each.
+    ones first, until there are 5 windows side by side for each.
 
     b is found by least squares on nine tenths of the log, leaving out the tenth that it is used for
     and L windows on either side. Were each window's own outcome part of its fit, the estimate
     would shrink, the more the longer the windows and the more the terms: by 1 % at 3e5 tasks, L =
-    480 and 47 terms.
+    480 and 48 terms.
 
     *Probability of a choice.* A policy that takes the least of a number among d random servers
     takes the given one with probability ``[C(k + t, d) - C(k, d)] / (t C(N, d))``, with k servers
