@@ -94,6 +94,7 @@ from qdq.scenario import (
     Scenario,
     ServiceTrace,
 )
+from qdq.score import dq_score, lstd_dq
 from qdq.simulate import replay, simulate
 from qdq.study import Study, replicate, run_study
 from qdq.tasklog import TaskLog
@@ -132,7 +133,9 @@ __all__ = [
     "dq_mixed",
     "dq_queue",
     "dq_response",
+    "dq_score",
     "estimate",
+    "lstd_dq",
     "naive",
     "plan",
     "randomisation_test",

@@ -1479,3 +1479,145 @@ def close_periods(response, treated, period, kept, running, closed):
             running[3 + 2 * arm] += 1.0
             running[4 + 2 * arm] += response[k] - running[1]
     return n, -1
+
+
+# --------------------------------------------------------------------------------------------------
+# - Queues as a log's tasks met them
+# --------------------------------------------------------------------------------------------------
+# -
+
+
+@jit
+def queues_met(
+    arrival,
+    departure,
+    server,
+    by_departure,
+    first,
+    join_delay,
+    see_delay,
+    counts_own,
+    recorded,
+    policy,
+    rates,
+    ranks,
+    state,
+):
+    """Rebuild what each task met at its arrival, and how the server it joined ranked by two rules.
+
+    Two counts of tasks a server walk along with the arrivals: `here`, of all that were sent there
+    and have not left, and `seen`, of those that had joined and not left `see_delay` earlier. Each
+    goes up when the next task in order of arrival is sent (or is seen), and down at the next
+    departure; a departure waits for its own task, so that one that leaves as it comes counts for
+    nothing.
+
+    A rule looks at a number, such as the tasks at a server, and prefers the least. With the servers
+    that have a larger number than the one joined, and those that have the same, the probability of
+    the choice follows.
+
+    Parameters
+    ----------
+    arrival, departure : float64 (n,), those of tasks in the system before the log first, with
+        arrivals of minus infinity
+    server : int32 (n,)
+    by_departure : int64 (n,), tasks in order of departure, ties in order of arrival
+    first : int, the first task of the log
+    join_delay, see_delay : float, from arrival to joining; age of what the dispatcher sees
+    counts_own : bool, whether tasks count as seen as soon as they are sent
+    recorded : int32 (n - first, N), what was seen, or (0, N): it is rebuilt
+    policy : int64 (2,), kinds of the rules; -1 for one that is not asked for
+    rates : float64 (N,)
+    ranks : int64 (n - first, 2, 2), changed: by rule, the servers with a larger number and those
+        with the same, the one joined included
+    state : float64 (n - first, 9), changed: tasks in system; servers with a task or more, and with
+        two or more; sum of squared lengths; tasks at the server joined; time until each server is
+        done with what it has, summed, and the squares of that; rates of the servers with a task or
+        more, summed; rate times time until done, summed
+    """
+    n = arrival.size
+    n_servers = rates.size
+    here = np.zeros(n_servers, np.int64)
+    seen = np.zeros(n_servers, np.int64)
+    last = np.full(n_servers, -np.inf)
+    number = np.empty(n_servers)
+    left = 0
+    sent_seen = 0
+    left_seen = 0
+    for i in range(n):
+        s = server[i]
+        t = arrival[i]
+        if i >= first:
+            while left < n and by_departure[left] < i and departure[by_departure[left]] <= t:
+                here[server[by_departure[left]]] -= 1
+                left += 1
+            while sent_seen < i and (
+                counts_own or arrival[sent_seen] + join_delay <= t - see_delay
+            ):
+                seen[server[sent_seen]] += 1
+                sent_seen += 1
+            while (
+                left_seen < n
+                and by_departure[left_seen] < sent_seen
+                and departure[by_departure[left_seen]] <= t - see_delay
+            ):
+                seen[server[by_departure[left_seen]]] -= 1
+                left_seen += 1
+            row = i - first
+            if recorded.shape[0] > 0:
+                for r in range(n_servers):
+                    seen[r] = recorded[row, r]
+            busy = 0
+            two = 0
+            total = 0
+            squares = 0
+            work = 0.0
+            work_squares = 0.0
+            capacity = 0.0
+            requirement = 0.0
+            for r in range(n_servers):
+                q = here[r]
+                total += q
+                busy += q > 0
+                two += q > 1
+                squares += q * q
+                v = max(last[r] - t, 0.0)
+                work += v
+                work_squares += v * v
+                capacity += rates[r] if q > 0 else 0.0
+                requirement += rates[r] * v
+            state[row, 0] = total
+            state[row, 1] = busy
+            state[row, 2] = two
+            state[row, 3] = squares
+            state[row, 4] = here[s]
+            state[row, 5] = work
+            state[row, 6] = work_squares
+            state[row, 7] = capacity
+            state[row, 8] = requirement
+            for rule in range(2):
+                kind = policy[rule]
+                if kind < 0:
+                    continue
+                if rule == 1 and kind == policy[0]:
+                    ranks[row, 1, 0] = ranks[row, 0, 0]
+                    ranks[row, 1, 1] = ranks[row, 0, 1]
+                    continue
+                for r in range(n_servers):
+                    if kind == SHORTEST_EXPECTED_DELAY:
+                        number[r] = (seen[r] + 1) / rates[r]
+                    elif kind == LEAST_WORK_LEFT:
+                        number[r] = max(last[r] - t, 0.0)
+                    elif kind == JOIN_IDLE_QUEUE:
+                        number[r] = float(min(seen[r], 1))
+                    else:
+                        number[r] = float(seen[r])
+                mine = number[s]
+                larger = 0
+                same = 0
+                for r in range(n_servers):
+                    larger += number[r] > mine
+                    same += number[r] == mine
+                ranks[row, rule, 0] = larger
+                ranks[row, rule, 1] = same
+        here[s] += 1
+        last[s] = max(last[s], departure[i])
