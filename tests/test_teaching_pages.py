@@ -102,7 +102,7 @@ def board(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[dict[str, str]
 
 
 def verdict_on_littles_law(pages: list[str]) -> str:
-    """Whether both readings of the effect agree within 2 %, by the rules at the top of claims.yml."""
+    """Whether both readings of the effect agree within 2 %, by the rules of claims.yml."""
     within, error = [], []
     for page in pages:
         rows = publish.run_of(page).tables["quantities"]
