@@ -53,6 +53,9 @@ METHODS = {
 TRUTH = "#000000"
 """Colour of the line at the true effect."""
 
+ARMS = {"control": "#8C8C8C", "treatment": "#5E3C99"}
+"""Colour of the tasks of each arm."""
+
 
 def use_style() -> None:
     """Set the style of all figures drawn from now on."""
@@ -510,6 +513,88 @@ def small_multiples(
     figure.supylabel(names.get(y, y), fontsize=11)
     figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=3)
     return figure
+
+
+def response_by_share(
+    shares: ArrayLike,
+    control: ArrayLike,
+    treated: ArrayLike,
+    *,
+    slope: float | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw the mean response of each arm, and of all tasks, against the treated share.
+
+    The naive comparison is the vertical distance of the arms at one half, the global effect the
+    descent of all tasks from the left end to the right one: both are drawn as arrows.
+
+    Parameters
+    ----------
+    shares : array_like of float, shape (n,)
+        Treated shares, rising from 0 to 1, with 1/2 among them.
+    control, treated : array_like of float, shape (n,)
+        Mean response of the tasks of each arm; NaN where there are none.
+    slope : float, optional
+        Slope of the mean response of all tasks at one half; if given, the tangent there and the
+        chord from end to end are drawn.
+    axes : matplotlib Axes, optional
+        Where to draw, by default on a new figure.
+
+    Returns
+    -------
+    matplotlib Axes
+
+    Raises
+    ------
+    ValueError
+        If the shares do not hold 0, 1/2 and 1.
+    """
+    p = np.asarray(shares, np.float64)
+    arms = {"control": np.asarray(control, np.float64), "treated": np.asarray(treated, np.float64)}
+    if not {0.0, 0.5, 1.0} <= set(p.tolist()):
+        raise validation.refuse("shares", shares, "treated shares that hold 0, 1/2 and 1")
+    mean = np.where(p < 1.0, (1.0 - p) * arms["control"], 0.0)
+    mean += np.where(p > 0.0, p * arms["treated"], 0.0)
+    if axes is None:
+        axes = plt.subplots(figsize=(WIDTH, 4.2))[1]
+    half = int(np.flatnonzero(p == 0.5)[0])
+    ends = float(mean[0]), float(mean[-1])
+    for (arm, values), colour in zip(arms.items(), ARMS.values(), strict=True):
+        axes.plot(p, values, color=colour, label=f"{arm} tasks")
+    axes.plot(p, mean, color=TRUTH, linewidth=2.4, label="all tasks")
+    if slope is not None:
+        axes.plot([0.0, 1.0], ends, color=TRUTH, linestyle=":", linewidth=1.4)
+        colour = METHODS["dq_response"].colour
+        tangent = mean[half] + slope * np.array([-0.5, 0.5])
+        axes.plot(
+            [0.0, 1.0], tangent, "--", color=colour, label=f"slope at one half: {_signed(slope)}"
+        )
+    at_half = float(arms["control"][half]), float(arms["treated"][half])
+    for place, (start, end), colour, label in (
+        (0.5, at_half, METHODS["naive"].colour, "difference of the arms"),
+        (1.06, ends, TRUTH, "true effect"),
+    ):
+        axes.annotate(
+            "",
+            (place, end),
+            (place, start),
+            arrowprops={
+                "arrowstyle": "-|>",
+                "color": colour,
+                "linewidth": 2.4,
+                "shrinkA": 0,
+                "shrinkB": 0,
+            },
+        )
+        axes.plot([], [], color=colour, linewidth=2.4, label=f"{label}: {_signed(end - start)}")
+    axes.plot([0.0, 1.06], [ends[0]] * 2, color="#666666", linewidth=0.8)
+    axes.set(xlabel="treated share p", ylabel="mean response time")
+    axes.figure.legend(loc="outside upper center", ncols=2)
+    return axes
+
+
+def _signed(value: float) -> str:
+    return f"{value:z.2f}".replace("-", "−")
 
 
 def power(plan: Plan, n_tasks: ArrayLike | None = None, *, axes: Axes | None = None) -> Axes:

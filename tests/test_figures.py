@@ -116,6 +116,31 @@ def test_violins_need_two_estimates() -> None:
         figures.violins({"naive": [1.0]}, 0.0)
 
 
+def test_response_by_share_draws_arms_mean_tangent_and_both_effects() -> None:
+    shares, control, treated = [0.0, 0.5, 1.0], [3.0, 2.0, np.nan], [np.nan, 1.0, 1.0]
+    axes = figures.response_by_share(shares, control, treated, slope=-2.5)
+    for arm, values in (("control", control), ("treatment", treated)):
+        assert_allclose(lines(axes, figures.ARMS[arm])[0], np.column_stack((shares, values)))
+    mean, chord = lines(axes, figures.TRUTH)[:2]
+    assert_allclose(mean, [[0.0, 3.0], [0.5, 1.5], [1.0, 1.0]])
+    assert_allclose(chord, [[0.0, 3.0], [1.0, 1.0]])
+    assert_allclose(
+        lines(axes, figures.METHODS["dq_response"].colour)[0], [[0.0, 2.75], [1.0, 0.25]]
+    )
+    arrows = [(note.xyann, note.xy) for note in axes.texts]
+    assert_allclose(arrows, [((0.5, 2.0), (0.5, 1.0)), ((1.06, 3.0), (1.06, 1.0))])
+    said = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert said[3] == "slope at one half: −2.50"
+    assert said[4:] == ["difference of the arms: −1.00", "true effect: −2.00"]
+    axes = figures.response_by_share(shares, control, treated)
+    assert not lines(axes, figures.METHODS["dq_response"].colour)
+
+
+def test_response_by_share_needs_both_ends_and_the_middle() -> None:
+    with pytest.raises(ValueError, match=r"treated shares that hold 0, 1/2 and 1"):
+        figures.response_by_share([0.0, 0.4, 1.0], [3.0, 2.0, 1.0], [1.0, 1.0, 1.0])
+
+
 def grid_of() -> pd.DataFrame:
     rows = [
         {"method": method, "load": load, "pair": pair, "rmse": load * rank, "error": 0.01}
