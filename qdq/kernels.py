@@ -1178,7 +1178,11 @@ class SharingState(NamedTuple):
     awaited: NDArray[np.int64]  # (1,) how many of them are still to come
 
 
-@jit
+# Called, these would cost more than they do; and so would reading a state's arrays in a loop.
+inside_a_kernel = njit(nogil=True, error_model="numpy", forceinline=True)
+
+
+@inside_a_kernel
 def merge(a, b, finish, left, right):
     """Return the root of two skew heaps in one (Sleator and Tarjan 1986); -1 is an empty heap.
 
@@ -1204,74 +1208,167 @@ def merge(a, b, finish, left, right):
         a = below
 
 
-@jit
-def next_departure(s, state):
+@inside_a_kernel
+def next_departure(s, present, attained, changed, root, finish):
     """Time at which the next task leaves server s if none joins it before."""
-    first = state.root[s]
-    if first < 0:
+    if root[s] < 0:
         return np.inf
     # Attained service may have grown a rounding error too far at a joining.
-    missing = max(state.finish[first] - state.attained[s], 0.0)
-    return state.changed[s] + missing * state.present[s]
+    missing = max(finish[root[s]] - attained[s], 0.0)
+    return changed[s] + missing * present[s]
 
 
-@jit
-def let_leave(s, until, state):
+@inside_a_kernel
+def let_leave(
+    s,
+    until,
+    present,
+    attained,
+    changed,
+    leaves_at,
+    root,
+    task,
+    server,
+    joined,
+    finish,
+    left,
+    right,
+    free,
+    origin,
+    response,
+    awaited,
+):
     """Let the tasks leave server s that are done by `until`."""
-    while state.leaves_at[s] <= until:
-        now = state.leaves_at[s]
-        entry = state.root[s]
-        k = state.task[entry] - state.origin
-        if 0 <= k < state.response.size:
-            state.response[k] = now - state.joined[entry]
-            state.awaited[0] -= 1
-        state.attained[s] = state.finish[entry]
-        state.changed[s] = now
-        state.present[s] -= 1
-        state.root[s] = merge(
-            state.left[entry], state.right[entry], state.finish, state.left, state.right
-        )
-        state.server[entry] = -1
-        state.right[entry] = state.free[0]
-        state.free[0] = entry
-        state.free[1] += 1
-        state.leaves_at[s] = next_departure(s, state)
+    while leaves_at[s] <= until:
+        now = leaves_at[s]
+        entry = root[s]
+        k = task[entry] - origin
+        if 0 <= k < response.size:
+            response[k] = now - joined[entry]
+            awaited[0] -= 1
+        attained[s] = finish[entry]
+        changed[s] = now
+        present[s] -= 1
+        root[s] = merge(left[entry], right[entry], finish, left, right)
+        server[entry] = -1
+        right[entry] = free[0]
+        free[0] = entry
+        free[1] += 1
+        leaves_at[s] = next_departure(s, present, attained, changed, root, finish)
 
 
-@jit
-def let_join(until, state):
+@inside_a_kernel
+def let_join(
+    until,
+    present,
+    attained,
+    changed,
+    leaves_at,
+    idle_at,
+    root,
+    unseen,
+    unseen_work,
+    task,
+    server,
+    joined,
+    finish,
+    left,
+    right,
+    free,
+    pending,
+    origin,
+    response,
+    awaited,
+):
     """Let the pending tasks that arrived by `until` join their servers, each at its arrival."""
-    while state.pending[0] >= 0 and state.joined[state.pending[0]] <= until:
-        entry = state.pending[0]
-        state.pending[0] = state.right[entry]
-        s = state.server[entry]
-        now = state.joined[entry]
-        service = state.finish[entry]
-        state.unseen[s] -= 1
-        state.unseen_work[s] -= service
-        if state.unseen[s] == 0:  # no trace of rounding: equal work must stay equal
-            state.unseen_work[s] = 0.0
-        let_leave(s, now, state)
-        if state.present[s] == 0:
-            state.attained[s] = 0.0
+    while pending[0] >= 0 and joined[pending[0]] <= until:
+        entry = pending[0]
+        pending[0] = right[entry]
+        s = server[entry]
+        now = joined[entry]
+        service = finish[entry]
+        unseen[s] -= 1
+        unseen_work[s] -= service
+        if unseen[s] == 0:  # no trace of rounding: equal work must stay equal
+            unseen_work[s] = 0.0
+        let_leave(
+            s,
+            now,
+            present,
+            attained,
+            changed,
+            leaves_at,
+            root,
+            task,
+            server,
+            joined,
+            finish,
+            left,
+            right,
+            free,
+            origin,
+            response,
+            awaited,
+        )
+        if present[s] == 0:
+            attained[s] = 0.0
         else:
-            state.attained[s] += (now - state.changed[s]) / state.present[s]
-        state.changed[s] = now
-        state.present[s] += 1
-        state.idle_at[s] = max(state.idle_at[s], now) + service
-        state.finish[entry] = state.attained[s] + service
-        state.left[entry] = -1
-        state.right[entry] = -1
-        state.root[s] = merge(state.root[s], entry, state.finish, state.left, state.right)
-        state.leaves_at[s] = next_departure(s, state)
+            attained[s] += (now - changed[s]) / present[s]
+        changed[s] = now
+        present[s] += 1
+        idle_at[s] = max(idle_at[s], now) + service
+        finish[entry] = attained[s] + service
+        left[entry] = -1
+        right[entry] = -1
+        root[s] = merge(root[s], entry, finish, left, right)
+        leaves_at[s] = next_departure(s, present, attained, changed, root, finish)
 
 
 @jit
 def let_pass(until, state):
     """Let all tasks join and leave that do so by `until`."""
-    let_join(until, state)
+    let_join(
+        until,
+        state.present,
+        state.attained,
+        state.changed,
+        state.leaves_at,
+        state.idle_at,
+        state.root,
+        state.unseen,
+        state.unseen_work,
+        state.task,
+        state.server,
+        state.joined,
+        state.finish,
+        state.left,
+        state.right,
+        state.free,
+        state.pending,
+        state.origin,
+        state.response,
+        state.awaited,
+    )
     for s in range(state.present.size):
-        let_leave(s, until, state)
+        let_leave(
+            s,
+            until,
+            state.present,
+            state.attained,
+            state.changed,
+            state.leaves_at,
+            state.root,
+            state.task,
+            state.server,
+            state.joined,
+            state.finish,
+            state.left,
+            state.right,
+            state.free,
+            state.origin,
+            state.response,
+            state.awaited,
+        )
 
 
 @jit
@@ -1281,6 +1378,7 @@ def run_sharing(system, state, record, start, stop, block, choose_control, choos
     As `run`, but departures are not known yet: response times are written where `state` says, when
     they end. With status NEEDS_ROOM there are fewer free entries than tasks in a block.
     """
+    depth = system.depth
     delay = system.delay
     counts_own = system.counts_own_dispatches
     rates = system.rates
@@ -1288,23 +1386,49 @@ def run_sharing(system, state, record, start, stop, block, choose_control, choos
     members = system.members
     n_members = system.n_members
     present = state.present
+    attained = state.attained
+    changed = state.changed
     leaves_at = state.leaves_at
+    idle_at = state.idle_at
+    root = state.root
+    unseen = state.unseen
+    unseen_work = state.unseen_work
+    task = state.task
+    server = state.server
+    joined = state.joined
+    finish = state.finish
+    left = state.left
+    right = state.right
+    free = state.free
+    pending = state.pending
+    origin = state.origin
+    response = state.response
+    awaited = state.awaited
+    pointer = state.pointer
+    out_arrival = record.arrival
+    out_treated = record.treated
+    out_server = record.server
+    out_service = record.service_time
+    out_candidates = record.candidates
+    policies = system.policy
+    looked_at = system.d
+    slowness = system.slowness
     out_choice = record.choice
     out_lengths = record.queue_lengths
-    keeps_service = record.service_time.size > 0
-    keeps_candidates = record.candidates.size > 0
+    keeps_service = out_service.size > 0
+    keeps_candidates = out_candidates.size > 0
     keeps_lengths = out_lengths.size > 0
     both_choices = out_choice.size > 0
     # Policies that look at every server.
     scans = np.zeros(2, np.bool_)
     for arm in range(2):
-        policy = system.policy[arm]
+        policy = policies[arm]
         scans[arm] = JOIN_SHORTEST_QUEUE <= policy <= JOIN_IDLE_QUEUE or policy == USER_POLICY
 
     arrival = np.empty(block)
     requirement = np.empty(block)
     treated = np.empty(block, np.int64)
-    candidates = np.zeros((max(system.depth, 1), block), np.uint64)
+    candidates = np.zeros((max(depth, 1), block), np.uint64)
     w = np.empty((4, block), np.uint64)
     tie = np.zeros(block)
     score = np.empty(n_servers)
@@ -1314,7 +1438,7 @@ def run_sharing(system, state, record, start, stop, block, choose_control, choos
     first = start
     while first < stop:
         m = min(block, stop - first)
-        if state.free[1] < m:
+        if free[1] < m:
             return NEEDS_ROOM, first
         A = arrival[:m]
         R = requirement[:m]
@@ -1339,16 +1463,56 @@ def run_sharing(system, state, record, start, stop, block, choose_control, choos
             t = A[j]
             z = Z[j]
             seen_at = t - delay
-            let_join(seen_at, state)
+            let_join(
+                seen_at,
+                present,
+                attained,
+                changed,
+                leaves_at,
+                idle_at,
+                root,
+                unseen,
+                unseen_work,
+                task,
+                server,
+                joined,
+                finish,
+                left,
+                right,
+                free,
+                pending,
+                origin,
+                response,
+                awaited,
+            )
             if keeps_lengths or scans[z] or (both_choices and (scans[0] or scans[1])):
                 for s in range(n_servers):
-                    let_leave(s, seen_at, state)
+                    if leaves_at[s] <= seen_at:
+                        let_leave(
+                            s,
+                            seen_at,
+                            present,
+                            attained,
+                            changed,
+                            leaves_at,
+                            root,
+                            task,
+                            server,
+                            joined,
+                            finish,
+                            left,
+                            right,
+                            free,
+                            origin,
+                            response,
+                            awaited,
+                        )
                     lengths[s] = present[s]
                     # An idle server has no work, whatever rounding says.
-                    work[s] = max(state.idle_at[s] - seen_at, 0.0) if present[s] > 0 else 0.0
+                    work[s] = max(idle_at[s] - seen_at, 0.0) if present[s] > 0 else 0.0
                     if counts_own:
-                        lengths[s] += state.unseen[s]
-                        work[s] += state.unseen_work[s]
+                        lengths[s] += unseen[s]
+                        work[s] += unseen_work[s]
                 if keeps_lengths:
                     for s in range(n_servers):
                         out_lengths[i, s] = lengths[s]
@@ -1356,17 +1520,35 @@ def run_sharing(system, state, record, start, stop, block, choose_control, choos
             chosen = 0
             for k in range(2 if both_choices else 1):
                 arm = k if both_choices else z
-                policy = system.policy[arm]
+                policy = policies[arm]
                 choice = 0
                 lowest = np.inf
                 if policy == POWER_OF_D or policy == SHORTEST_EXPECTED_DELAY:
-                    for c in range(system.d[arm]):
+                    for c in range(looked_at[arm]):
                         s = np.int64(candidates[c, j])
                         if leaves_at[s] <= seen_at:
-                            let_leave(s, seen_at, state)
+                            let_leave(
+                                s,
+                                seen_at,
+                                present,
+                                attained,
+                                changed,
+                                leaves_at,
+                                root,
+                                task,
+                                server,
+                                joined,
+                                finish,
+                                left,
+                                right,
+                                free,
+                                origin,
+                                response,
+                                awaited,
+                            )
                         q = present[s]
                         if counts_own:
-                            q += state.unseen[s]
+                            q += unseen[s]
                         value = float(q)
                         if policy == SHORTEST_EXPECTED_DELAY:
                             value = (q + 1) / rates[s]  # divided, so that equals stay equal
@@ -1374,7 +1556,7 @@ def run_sharing(system, state, record, start, stop, block, choose_control, choos
                             lowest = value
                             choice = s
                 elif policy == ROUND_ROBIN:
-                    choice = members[arm, state.pointer[arm]]
+                    choice = members[arm, pointer[arm]]
                 elif policy == USER_POLICY:
                     mine = np.empty(n_members[arm], np.int64)
                     for c in range(mine.size):
@@ -1398,33 +1580,33 @@ def run_sharing(system, state, record, start, stop, block, choose_control, choos
                     out_choice[i, arm] = choice
                 if arm == z:
                     chosen = choice
-            if system.policy[z] == ROUND_ROBIN:
-                state.pointer[z] = (state.pointer[z] + 1) % n_members[z]
+            if policies[z] == ROUND_ROBIN:
+                pointer[z] = (pointer[z] + 1) % n_members[z]
 
-            service = R[j] * system.slowness[chosen]
-            entry = state.free[0]
-            state.free[0] = state.right[entry]
-            state.free[1] -= 1
-            state.task[entry] = first + j
-            state.server[entry] = chosen
-            state.joined[entry] = t
-            state.finish[entry] = service
-            state.right[entry] = -1
-            if state.pending[0] < 0:
-                state.pending[0] = entry
+            service = R[j] * slowness[chosen]
+            entry = free[0]
+            free[0] = right[entry]
+            free[1] -= 1
+            task[entry] = first + j
+            server[entry] = chosen
+            joined[entry] = t
+            finish[entry] = service
+            right[entry] = -1
+            if pending[0] < 0:
+                pending[0] = entry
             else:
-                state.right[state.pending[1]] = entry
-            state.pending[1] = entry
-            state.unseen[chosen] += 1
-            state.unseen_work[chosen] += service
-            record.arrival[i] = t
-            record.treated[i] = z == 1
-            record.server[i] = chosen
+                right[pending[1]] = entry
+            pending[1] = entry
+            unseen[chosen] += 1
+            unseen_work[chosen] += service
+            out_arrival[i] = t
+            out_treated[i] = z == 1
+            out_server[i] = chosen
             if keeps_service:
-                record.service_time[i] = service
+                out_service[i] = service
             if keeps_candidates:
-                for c in range(system.depth):
-                    record.candidates[i, c] = np.int32(candidates[c, j])
+                for c in range(depth):
+                    out_candidates[i, c] = np.int32(candidates[c, j])
         first += m
     return FINISHED, first
 

@@ -250,9 +250,7 @@ class _SharingEngine(_Engine):
             return
         kernels.let_pass(np.inf, state)
 
-    def warmed_up(
-        self, n: int, clock: float
-    ) -> tuple[kernels.SharingState, NDArray[np.float64]]:
+    def warmed_up(self, n: int, clock: float) -> tuple[kernels.SharingState, NDArray[np.float64]]:
         """Return the state at time 0 after n tasks, and who may be there, departures not known."""
         state = self.empty(clock)
         rows = _record(min(n, CHUNK), (), 0, 0)
