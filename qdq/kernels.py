@@ -1178,8 +1178,9 @@ class SharingState(NamedTuple):
     awaited: NDArray[np.int64]  # (1,) how many of them are still to come
 
 
-# Called, these would cost more than they do; and so would reading a state's arrays in a loop.
-inside_a_kernel = njit(nogil=True, error_model="numpy", forceinline=True)
+# Called, these would cost more than they do, and so would counting references to their arrays,
+# which functions that make no arrays can do without (`_nrt`).
+inside_a_kernel = njit(nogil=True, error_model="numpy", forceinline=True, _nrt=False)
 
 
 @inside_a_kernel

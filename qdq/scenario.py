@@ -254,7 +254,8 @@ class LogNormal(_Part):
 class ServiceTrace(_Trace):
     """Given service requirements, one per logged task in order of arrival, not scaled.
 
-    Tasks of a warm-up draw theirs from the trace at random.
+    Tasks of a warm-up draw theirs from the trace at random, and so do, with processor sharing,
+    tasks that arrive after its end.
 
     Parameters
     ----------

@@ -27,6 +27,8 @@ _SPLIT_STREAM = 2**32 - 1
 _BLOCK = 1024
 # So many arrivals after a log, and ten for each of its tasks, may come before its last task leaves.
 _MOST_LATER = 10_000_000
+# Later than all that happens, but before what never does.
+_FOREVER = float(np.finfo(np.float64).max)
 # About as many arrivals come before the base of the times moves on.
 _ARRIVALS_TO_A_BASE = 1 << 18
 
@@ -248,7 +250,7 @@ class _SharingEngine(_Engine):
                     "needs a stable system: use a lower load"
                 )
             return
-        kernels.let_pass(np.inf, state)
+        kernels.let_pass(_FOREVER, state)
 
     def warmed_up(self, n: int, clock: float) -> tuple[kernels.SharingState, NDArray[np.float64]]:
         """Return the state at time 0 after n tasks, and who may be there, departures not known."""
@@ -635,8 +637,9 @@ def simulate(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of its range, a trace is shorter than n_tasks, or a group of a server
-        split is unstable.
+        If an argument is out of its range, a trace is shorter than n_tasks, a group of a server
+        split is unstable, or under processor sharing the tasks logged have not left after 10^7 and
+        10 n_tasks later arrivals.
 
     Notes
     -----
@@ -644,6 +647,11 @@ def simulate(
     response times do not lose precision however long the run is. The log's columns count from time
     0: at a time of 1e9 they, and the response times taken from them, are rounded to 1e-7.
     `replicate` estimates without that rounding, and without keeping a log.
+
+    Under processor sharing a task is slowed down by those that arrive after it. So tasks go on
+    arriving after the last one logged, under the same design, until all that are logged have left;
+    of an `ArrivalTrace` those that it still holds. (A `ServiceTrace` that has come to its end is
+    drawn from at random.)
 
     Examples
     --------
@@ -696,7 +704,8 @@ def stream(
 ) -> tuple[NDArray[np.float64], float | None, Iterator[Chunk]]:
     """Simulate an experiment whose tasks are handed on in chunks and not kept.
 
-    The tasks are those of `simulate` with the same arguments.
+    The tasks are those of `simulate` with the same arguments. Under processor sharing they are kept
+    until the last of them has left, and handed on then.
 
     Parameters
     ----------
@@ -803,6 +812,12 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
     TypeError, ValueError
         If an argument does not fit the log, or the log's state at time 0 can't be made again: it is
         itself a replay of a log with a warm-up, or has lost its scenario.
+
+    Notes
+    -----
+    Under processor sharing the arrivals after a simulated log are made again too. They follow the
+    log's own design, or the one arm that `treated` leaves. After a log from outside nobody arrives:
+    those who are there at its end have the servers to themselves. Such a log needs service_time.
     """
     if not isinstance(scenario, Scenario):
         raise TypeError(f"scenario={scenario!r} is not a Scenario")
