@@ -1180,7 +1180,8 @@ class SharingState(NamedTuple):
 
 # Called, these would cost more than they do, and so would counting references to their arrays,
 # which functions that make no arrays can do without (`_nrt`).
-inside_a_kernel = njit(nogil=True, error_model="numpy", forceinline=True, _nrt=False)
+_OPTIONS: Any = {"nogil": True, "error_model": "numpy", "forceinline": True, "_nrt": False}
+inside_a_kernel = njit(**_OPTIONS)
 
 
 @inside_a_kernel

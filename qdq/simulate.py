@@ -158,11 +158,7 @@ class _Engine:
         return kernels.run if built_in else kernels.run_with_user_policy
 
     def _moved(self, state: kernels.State, by: float) -> kernels.State:
-        """Return the state with all times inside less by `by`; those long past become 0."""
-        times = ("lines", "pool", "ring_time", "ring_departure", "seen_departure")
-        return state._replace(
-            **{name: np.maximum(getattr(state, name) - by, 0.0) for name in times}
-        )
+        return _moved(state, by)
 
     def _with_more_room(self, state: kernels.State) -> kernels.State:
         """Return the same state with twice the room in whatever is full."""
@@ -476,6 +472,12 @@ def _empty_state(n_servers: int, clock: float, lead: float) -> kernels.State:
     )
 
 
+def _moved(state: kernels.State, by: float) -> kernels.State:
+    """Return the state with all times inside less by `by`; those that are long past become 0."""
+    times = ("lines", "pool", "ring_time", "ring_departure", "seen_departure")
+    return state._replace(**{name: np.maximum(getattr(state, name) - by, 0.0) for name in times})
+
+
 def _record(n: int, record: Collection[str], depth: int, n_servers: int) -> kernels.Record:
     def rows(name: str) -> int:
         return n if name in record else 0
@@ -536,7 +538,7 @@ def _warmed_up(engine: _Engine, warm_up: float) -> tuple[Any, NDArray[np.float64
                 )
             )
         )
-    state = engine._moved(state, ahead)._replace(lead=system.delay, clock=np.zeros(1))
+    state = _moved(state, ahead)._replace(lead=system.delay, clock=np.zeros(1))
     return state, np.concatenate(present) if present else np.empty((0, 3))
 
 
