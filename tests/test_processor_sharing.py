@@ -280,7 +280,6 @@ def test_a_log_goes_on_where_the_warm_up_ended():
     assert np.all(carried[:, 1] <= 0)
     assert np.all((carried[:, 2] > 0) & (carried[:, 2] < log.arrival[-1]))
     # What each still needs at time 0 is the share that it gets from then on.
-    at_zero = np.column_stack((carried[:, 0], np.zeros(len(carried)), carried[:, 2]))
     n = len(carried)
     both = qdq.TaskLog(
         arrival=np.concatenate((np.zeros(n), log.arrival)),
@@ -290,7 +289,7 @@ def test_a_log_goes_on_where_the_warm_up_ended():
         n_servers=5,
     )
     left = service_had(both)[:n]
-    present = [(int(s), 0.0, float(w)) for s, w in zip(at_zero[:, 0], left, strict=True)]
+    present = [(int(s), 0.0, float(w)) for s, w in zip(carried[:, 0], left, strict=True)]
     assert_same_path(log, tie_uniforms(8, 400), present)
 
 
@@ -402,12 +401,11 @@ def test_random_routing_is_insensitive(law):
     log = qdq.simulate(scenario, qdq.AllControl(), 400_000, seed=7)
     expected = np.mean([1 / (rate - 0.5) for rate in scenario.rates])
     assert qdq.exact.random_routing_response(scenario) == pytest.approx(expected, rel=1e-12)
-    # The requirement has mean 1: what the sample's mean misses is taken off, to first order.
     error = batch_error(log.response_time)
     assert error < 0.025 * expected
-    if not isinstance(law, qdq.Pareto):  # no variance, so no standard error to go by
-        assert abs(log.response_time.mean() - expected) < Z * error
-    assert np.median(log.response_time) < expected
+    # A Pareto response has no variance here, so batch means are a rough guide: twice as wide.
+    wide = 2.0 if isinstance(law, qdq.Pareto) else 1.0
+    assert abs(log.response_time.mean() - expected) < wide * Z * error
 
 
 def test_the_closed_form_and_its_refusals():
