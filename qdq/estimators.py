@@ -549,8 +549,10 @@ def estimates_of(
     grid: tuple[int, ...] = ()
     memory = None
     if any(name in _DQ for name in chosen):
-        if "dq_mixed" in chosen and queue == "waiting":
-            _refuse_unequal_rates(log)
+        if queue == "waiting":
+            refuse_sharing(log.scenario)
+            if "dq_mixed" in chosen:
+                _refuse_unequal_rates(log)
         span, rule = _resolve_horizon(log, horizon)
         if rule is not None:
             grid = horizon_grid(log.n_tasks - log.first_counted, log.scenario)
@@ -773,6 +775,15 @@ def _check_methods(log: TaskLog, methods: Sequence[str] | None) -> tuple[str, ..
             )
         raise ValueError(f"this log is {origin}: {use}")
     return chosen
+
+
+def refuse_sharing(scenario: Scenario | None) -> None:
+    """Refuse ``queue="waiting"`` where servers are known to share, so that no task waits."""
+    if scenario is not None and scenario.discipline != "fcfs":
+        raise ValueError(
+            f"queue='waiting' is not allowed under discipline={scenario.discipline!r}, where all "
+            "tasks at a server are served at once and none waits: use another queue"
+        )
 
 
 def _refuse_unequal_rates(log: TaskLog) -> None:

@@ -23,6 +23,11 @@ Then P_z = J_z R leads from one arrival to the next, a share p of treated tasks 
 The law pi is also that of the continuous-time chain with generator G = lam (J - I) + D, since
 Poisson arrivals see time averages; G is sparse, and R is never formed: departures lower the total
 number of tasks, so in order of the total D is triangular.
+
+Under processor sharing the numbers of tasks move as they do under FCFS, since service is
+exponential: V(p), the global effect, the slope and qDQ are the same. But how long a task stays then
+depends on who comes after it, so that the direct effect and wDQ are not given by f_z, and are
+refused.
 """
 
 from __future__ import annotations
@@ -110,7 +115,9 @@ class SmallChain:
     Attributes
     ----------
     scenario : Scenario
-        The system.
+        The system. Under processor sharing only what depends on the numbers of tasks alone is
+        known: not `direct_effect`, `expected_dq_response`, and the reading ``queue="waiting"``,
+        which raise ValueError.
     propensity : float
         Treated share p that the methods take when none is given.
     truncation : tuple of int, shape (n_servers,)
@@ -169,7 +176,8 @@ class SmallChain:
         propensity : float, optional
             Treated share p, in [0, 1]; by default the chain's.
         """
-        return float(self._equilibrium(propensity).law @ (self._treatment[1] - self._control[1]))
+        self._refuse_sharing("the direct effect")
+        return self._change_of_cost(self._checked_share(propensity))
 
     def slope(self, propensity: float | None = None) -> float:
         """Return V'(p), the limit of the DQ estimators as their horizon grows.
@@ -187,7 +195,7 @@ class SmallChain:
         cost = p * self._treatment[1] + (1.0 - p) * self._control[1]
         # The solution is known up to a multiple of pi, to which the deviation from V is blind.
         deviation = cost - self._equilibrium(p).response
-        return self.direct_effect(p) + float(derivative @ deviation)
+        return self._change_of_cost(p) + float(derivative @ deviation)
 
     @overload
     def expected_dq_response(self, horizon: int, propensity: float | None = None) -> float: ...
@@ -214,11 +222,12 @@ class SmallChain:
         float, or ndarray of float with one entry a horizon
             Exact under inverse propensity, the limit in the number of tasks under group means.
         """
+        self._refuse_sharing("the expectation of dq_response")
         horizons = _checked_horizons(horizon)
         p = self._checked_share(propensity)
         cost = p * self._treatment[1] + (1.0 - p) * self._control[1]
         # Task i itself, and the L - 1 tasks after it.
-        sums = self.direct_effect(p) + self._after_effects(p, cost, int(horizons.max()) - 1)
+        sums = self._change_of_cost(p) + self._after_effects(p, cost, int(horizons.max()) - 1)
         return _shaped_like(horizon, sums[horizons - 1])
 
     @overload
@@ -263,8 +272,21 @@ class SmallChain:
         p = self._checked_share(propensity)
         if queue not in _QUEUE_COSTS:
             raise validation.refuse("queue", queue, "one of " + ", ".join(_QUEUE_COSTS))
+        if queue == "waiting":
+            self._refuse_sharing("queue='waiting'")
         cost = _QUEUE_COSTS[queue](self._lengths) / self.scenario.total_arrival_rate
         return _shaped_like(horizon, self._after_effects(p, cost, int(horizons.max()))[horizons])
+
+    def _refuse_sharing(self, what: str) -> None:
+        if self.scenario.discipline != "fcfs":
+            raise ValueError(
+                f"{what} is not known under discipline={self.scenario.discipline!r}: how long a "
+                "task stays depends on who comes after it; only mean responses, the global effect, "
+                "the slope and the other readings of dq_queue are the same as under FCFS"
+            )
+
+    def _change_of_cost(self, p: float) -> float:
+        return float(self._equilibrium(p).law @ (self._treatment[1] - self._control[1]))
 
     def _checked_share(self, propensity: float | None) -> float:
         if propensity is None:
@@ -609,27 +631,65 @@ def pollaczek_khinchine(arrival_rate: float, service: Service, rate: float = 1.0
         If rho >= 1, or the requirements have an infinite variance: the mean response is infinite
         then.
     """
-    arrival_rate = validation.number("arrival_rate", arrival_rate, "a rate > 0", above=0.0)
-    rate = validation.number("rate", rate, "a service rate > 0", above=0.0)
+    mean, rho = _mean_and_load(arrival_rate, service, rate)
     if not math.isfinite(service.scv):
         raise ValueError(
             f"service={service!r} has an infinite variance, so the mean response of an M/G/1 "
             "queue is infinite: service must have a finite variance (for Pareto, shape > 2)"
         )
+    return mean * (1.0 + rho * (1.0 + service.scv) / (2.0 * (1.0 - rho)))
+
+
+def _mean_and_load(arrival_rate: float, service: Service, rate: float) -> tuple[float, float]:
+    arrival_rate = validation.number("arrival_rate", arrival_rate, "a rate > 0", above=0.0)
+    rate = validation.number("rate", rate, "a service rate > 0", above=0.0)
     mean = service.mean / rate
     rho = arrival_rate * mean
     if rho >= 1.0:
         raise ValueError(
             f"arrival_rate={arrival_rate!r} is a load of {rho:.4g}: it must be below 1"
         )
-    return mean * (1.0 + rho * (1.0 + service.scv) / (2.0 * (1.0 - rho)))
+    return mean, rho
+
+
+def processor_sharing_response(arrival_rate: float, service: Service, rate: float = 1.0) -> float:
+    """Return the mean response time of an M/G/1 queue that shares its server.
+
+    It depends on the mean of the requirements alone, which need no finite variance.
+
+    Parameters
+    ----------
+    arrival_rate : float
+        Arrival rate of the one server, tasks per unit time, > 0.
+    service : Exponential, Deterministic, Pareto, LogNormal or ServiceTrace
+        Law of the requirements, independent of each other.
+    rate : float, default 1.0
+        Speed of the server, > 0.
+
+    Returns
+    -------
+    float
+        E[S] / (1 - rho), with S = requirement / rate and rho = arrival_rate * E[S].
+
+    Raises
+    ------
+    ValueError
+        If rho >= 1.
+
+    References
+    ----------
+    L. Kleinrock, Queueing Systems, Volume II: Computer Applications (1976), section 4.4.
+    """
+    mean, rho = _mean_and_load(arrival_rate, service, rate)
+    return mean / (1.0 - rho)
 
 
 def random_routing_response(scenario: Scenario) -> float:
     """Return the mean response time of a system under uniform random routing (d = 1).
 
     Each server is then an M/G/1 queue with the same arrival rate, whatever it is that the
-    dispatcher sees; a dispatch delay adds itself. The policies of the scenario are not looked at.
+    dispatcher sees; a dispatch delay adds itself. The policies of the scenario are not looked at,
+    its discipline is.
 
     Parameters
     ----------
@@ -639,13 +699,14 @@ def random_routing_response(scenario: Scenario) -> float:
     Raises
     ------
     ValueError
-        If arrivals are not Poisson, or as `pollaczek_khinchine` does.
+        If arrivals are not Poisson, or as `pollaczek_khinchine` or `processor_sharing_response`.
     """
     if not isinstance(scenario.arrivals, Poisson):
         raise validation.refuse("arrivals", scenario.arrivals, "Poisson for a closed form")
+    fcfs = scenario.discipline == "fcfs"
+    response = pollaczek_khinchine if fcfs else processor_sharing_response
     per_server = [
-        pollaczek_khinchine(scenario.arrivals.rate, scenario.service, rate)
-        for rate in scenario.rates
+        response(scenario.arrivals.rate, scenario.service, rate) for rate in scenario.rates
     ]
     return float(np.mean(per_server)) + scenario.dispatch_delay
 
@@ -810,10 +871,10 @@ def true_effect(
 ) -> TrueEffect:
     """Return the global treatment effect, exactly where that is possible, else by simulation.
 
-    Exact are uniform random routing with Poisson arrivals (Pollaczek and Khinchine), and small
-    systems that `small_chain` solves. All else is simulated, with common random numbers in both
-    arms, in independent replications until standard_error <= max(relative_error * abs(value),
-    absolute_error).
+    Exact are uniform random routing with Poisson arrivals (Pollaczek and Khinchine, or M/G/1 with
+    processor sharing), and small systems that `small_chain` solves. All else is simulated, with
+    common random numbers in both arms, in independent replications until standard_error <=
+    max(relative_error * abs(value), absolute_error).
 
     Parameters
     ----------
@@ -840,8 +901,8 @@ def true_effect(
     ------
     ValueError
         If the scenario is unstable, or a mean response is known to be infinite: an infinite
-        variance of service, and a policy that does not compare servers or servers that cannot
-        carry the load without the fastest few.
+        variance of service under FCFS, and a policy that does not compare servers or servers that
+        cannot carry the load without the fastest few.
 
     Notes
     -----
@@ -909,8 +970,8 @@ def _mean_is_infinite(scenario: Scenario, policy: Policy) -> bool:
     # A requirement of infinite variance occupies its server for a time X with E[X^2] infinite. If
     # tasks go on joining that server at a positive rate, or if the other servers cannot carry the
     # load, then about X tasks wait for about X each. A user's policy may keep all but a few tasks
-    # from such a server.
-    if math.isfinite(scenario.service.scv):
+    # from such a server. Servers that share go on with the other tasks.
+    if math.isfinite(scenario.service.scv) or scenario.discipline != "fcfs":
         return False
     if _is_random_routing(scenario, policy) or isinstance(policy, (RoundRobin, JoinIdleQueue)):
         return True

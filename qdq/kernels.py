@@ -358,7 +358,7 @@ def draw_requirements(kind, a, b, key, first, w2, w3, trace, requirement):
             requirement[j] = exp(a + b * (radius * sin_turns(uniform(v0[j], v1[j]))))
     else:
         for j in range(n):
-            if first + j < 0:
+            if first + j < 0 or first + j >= trace.size:
                 requirement[j] = trace[int(uniform(w2[j], w3[j]) * trace.size)]
             else:
                 requirement[j] = trace[first + j]
@@ -468,6 +468,74 @@ def draw_candidates(key, first, w1, w2, w3, treated, n_members, members, depth, 
             for c in range(depth):
                 order[swapped[c]] = swapped[c]
                 order[c] = c
+
+
+@jit
+def draw_block(
+    system, first, clock, base, w0, w1, w2, w3, arrival, requirement, treated, candidates, tie
+):
+    """Draw all that chance decides about the tasks first, first + 1, ...; w0..w3 are scratch.
+
+    Returns the clock after them, see `draw_arrivals`.
+    """
+    philox_block(system.key, DRAW_TIMES, 0, first, w0, w1, w2, w3)
+    clock = draw_arrivals(
+        system.arrival_kind,
+        system.mean_gap,
+        system.amplitude,
+        system.period,
+        first,
+        clock,
+        w0,
+        w1,
+        system.arrival_trace,
+        base,
+        arrival,
+    )
+    draw_requirements(
+        system.service_kind,
+        system.service_a,
+        system.service_b,
+        system.key,
+        first,
+        w2,
+        w3,
+        system.service_trace,
+        requirement,
+    )
+    philox_block(system.key, DRAW_ROUTE, 0, first, w0, w1, w2, w3)
+    draw_treated(
+        system.assignment,
+        np.uint64(system.threshold),
+        system.switch_period,
+        system.key,
+        first,
+        w0,
+        base,
+        arrival,
+        system.treated,
+        treated,
+    )
+    if system.candidates.size > 0:
+        for c in range(system.depth):
+            for j in range(treated.size):
+                candidates[c, j] = system.candidates[first + j, c]
+    else:
+        draw_candidates(
+            system.key,
+            first,
+            w1,
+            w2,
+            w3,
+            treated,
+            system.n_members,
+            system.members,
+            system.depth,
+            candidates,
+        )
+    if system.needs_ties:
+        draw_ties(system.key, first, w0, w1, w2, w3, tie)
+    return clock
 
 
 # A candidate as the dispatching loop wants it: server + place in the task's order * 2^24, + 2^62 if
@@ -858,54 +926,11 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
         w1 = w[1, :m]
         w2 = w[2, :m]
         w3 = w[3, :m]
-        philox_block(system.key, DRAW_TIMES, 0, first, w0, w1, w2, w3)
         clock_before = state.clock[0]
-        clock = draw_arrivals(
-            system.arrival_kind,
-            system.mean_gap,
-            system.amplitude,
-            system.period,
-            first,
-            clock_before,
-            w0,
-            w1,
-            system.arrival_trace,
-            base,
-            A,
+        clock = draw_block(
+            system, first, clock_before, base, w0, w1, w2, w3, A, R, Z, candidates, tie[:m]
         )
-        draw_requirements(
-            system.service_kind,
-            system.service_a,
-            system.service_b,
-            system.key,
-            first,
-            w2,
-            w3,
-            system.service_trace,
-            R,
-        )
-        philox_block(system.key, DRAW_ROUTE, 0, first, w0, w1, w2, w3)
-        draw_treated(
-            system.assignment,
-            np.uint64(system.threshold),
-            system.switch_period,
-            system.key,
-            first,
-            w0,
-            base,
-            A,
-            system.treated,
-            Z,
-        )
-        if system.candidates.size > 0:
-            for c in range(depth):
-                for j in range(m):
-                    candidates[c, j] = system.candidates[first + j, c]
-        else:
-            draw_candidates(system.key, first, w1, w2, w3, Z, n_members, members, depth, candidates)
         mark_candidates(depth, d0, d1, Z, candidates)
-        if system.needs_ties:
-            draw_ties(system.key, first, w0, w1, w2, w3, tie[:m])
 
         i = first - start
         D = out_departure[i : i + m]
@@ -1100,6 +1125,497 @@ def run(system, state, record, start, stop, block, choose_control, choose_treatm
 # The same loop for scenarios with a user's policy: its type is new in every process, so nothing is
 # cached.
 run_with_user_policy = njit(nogil=True, error_model="numpy")(getattr(run, "py_func", run))
+
+
+# --------------------------------------------------------------------------------------------------
+# - Processor sharing
+#
+# A server with q tasks works on all of them at 1/q of its speed, so its tasks have had the same
+# service since any moment at which all of them were there. Let its attained service grow at rate
+# 1/q, in time units of service, and begin anew at 0 when the server has been idle: a task that
+# joins at attained service v and needs service S leaves when it is v + S, whoever comes and goes
+# meanwhile. So each server needs only a heap of its tasks by what it must have attained when they
+# leave, and the time of the next departure,
+#
+#     changed + (least of the heap - attained) * q,
+#
+# which holds until the next joining. Departures are taken only when somebody looks at the server or
+# joins it, which changes no bit of them. The work left is that of a FCFS server: what the newest
+# joining left (Lindley).
+#
+# Delays: as above, the servers are those of the moment that the dispatcher sees, t - delay. A
+# dispatched task is pending until that moment has come to its arrival, and then joins.
+# --------------------------------------------------------------------------------------------------
+# -
+
+
+class SharingState(NamedTuple):
+    """Servers that share, and their tasks. `run_sharing` changes the arrays in place."""
+
+    base: float  # the time from which all others count
+    clock: NDArray[np.float64]  # (1,) as in State
+    pointer: NDArray[np.int64]  # (2,) round robin
+    present: NDArray[np.int64]  # (N,) tasks that have joined and not left
+    attained: NDArray[np.float64]  # (N,) at the time `changed`
+    changed: NDArray[np.float64]  # (N,) last joining or departure
+    leaves_at: NDArray[np.float64]  # (N,) next departure, infinite if idle
+    idle_at: NDArray[np.float64]  # (N,) when all work is done that has joined
+    root: NDArray[np.int64]  # (N,) entry of the heap that leaves first, or -1
+    unseen: NDArray[np.int64]  # (N,) pending tasks
+    unseen_work: NDArray[np.float64]  # (N,) their service times
+    # Entries of tasks, in one pool. `right` also chains the free ones and the pending ones.
+    task: NDArray[np.int64]  # (M,)
+    server: NDArray[np.int64]  # (M,) -1 of a free entry
+    joined: NDArray[np.float64]  # (M,)
+    finish: NDArray[np.float64]  # (M,) attained service at the end; of a pending one its service
+    left: NDArray[np.int64]  # (M,)
+    right: NDArray[np.int64]  # (M,)
+    free: NDArray[np.int64]  # (2,) the first free entry, and their number
+    pending: NDArray[np.int64]  # (2,) oldest and newest entry, or -1
+    # Response times of the tasks origin, origin + 1, ..., but for the dispatch delay.
+    origin: int
+    response: NDArray[np.float64]
+    awaited: NDArray[np.int64]  # (1,) how many of them are still to come
+
+
+# Called, these would cost more than they do, and so would counting references to their arrays,
+# which functions that make no arrays can do without (`_nrt`).
+_OPTIONS: Any = {"nogil": True, "error_model": "numpy", "forceinline": True, "_nrt": False}
+inside_a_kernel = njit(**_OPTIONS)
+
+
+@inside_a_kernel
+def merge(a, b, finish, left, right):
+    """Return the root of two skew heaps in one (Sleator and Tarjan 1986); -1 is an empty heap.
+
+    The lesser root stays. The other heap is merged with its right subtree, and its subtrees change
+    places; so all the way down.
+    """
+    if a < 0:
+        return b
+    if b < 0:
+        return a
+    if finish[b] < finish[a]:
+        a, b = b, a
+    root = a
+    while True:
+        below = right[a]
+        right[a] = left[a]
+        if below < 0:
+            left[a] = b
+            return root
+        if finish[b] < finish[below]:
+            below, b = b, below
+        left[a] = below
+        a = below
+
+
+@inside_a_kernel
+def next_departure(s, present, attained, changed, root, finish):
+    """Time at which the next task leaves server s if none joins it before."""
+    if root[s] < 0:
+        return np.inf
+    # Attained service may have grown a rounding error too far at a joining.
+    missing = max(finish[root[s]] - attained[s], 0.0)
+    return changed[s] + missing * present[s]
+
+
+@inside_a_kernel
+def let_leave(
+    s,
+    until,
+    present,
+    attained,
+    changed,
+    leaves_at,
+    root,
+    task,
+    server,
+    joined,
+    finish,
+    left,
+    right,
+    free,
+    origin,
+    response,
+    awaited,
+):
+    """Let the tasks leave server s that are done by `until`."""
+    while leaves_at[s] <= until:
+        now = leaves_at[s]
+        entry = root[s]
+        k = task[entry] - origin
+        if 0 <= k < response.size:
+            response[k] = now - joined[entry]
+            awaited[0] -= 1
+        attained[s] = finish[entry]
+        changed[s] = now
+        present[s] -= 1
+        root[s] = merge(left[entry], right[entry], finish, left, right)
+        server[entry] = -1
+        right[entry] = free[0]
+        free[0] = entry
+        free[1] += 1
+        leaves_at[s] = next_departure(s, present, attained, changed, root, finish)
+
+
+@inside_a_kernel
+def let_join(
+    until,
+    present,
+    attained,
+    changed,
+    leaves_at,
+    idle_at,
+    root,
+    unseen,
+    unseen_work,
+    task,
+    server,
+    joined,
+    finish,
+    left,
+    right,
+    free,
+    pending,
+    origin,
+    response,
+    awaited,
+):
+    """Let the pending tasks that arrived by `until` join their servers, each at its arrival."""
+    while pending[0] >= 0 and joined[pending[0]] <= until:
+        entry = pending[0]
+        pending[0] = right[entry]
+        s = server[entry]
+        now = joined[entry]
+        service = finish[entry]
+        unseen[s] -= 1
+        unseen_work[s] -= service
+        if unseen[s] == 0:  # no trace of rounding: equal work must stay equal
+            unseen_work[s] = 0.0
+        let_leave(
+            s,
+            now,
+            present,
+            attained,
+            changed,
+            leaves_at,
+            root,
+            task,
+            server,
+            joined,
+            finish,
+            left,
+            right,
+            free,
+            origin,
+            response,
+            awaited,
+        )
+        if present[s] == 0:
+            attained[s] = 0.0
+        else:
+            attained[s] += (now - changed[s]) / present[s]
+        changed[s] = now
+        present[s] += 1
+        idle_at[s] = max(idle_at[s], now) + service
+        finish[entry] = attained[s] + service
+        left[entry] = -1
+        right[entry] = -1
+        root[s] = merge(root[s], entry, finish, left, right)
+        leaves_at[s] = next_departure(s, present, attained, changed, root, finish)
+
+
+@jit
+def let_pass(until, state):
+    """Let all tasks join and leave that do so by `until`."""
+    let_join(
+        until,
+        state.present,
+        state.attained,
+        state.changed,
+        state.leaves_at,
+        state.idle_at,
+        state.root,
+        state.unseen,
+        state.unseen_work,
+        state.task,
+        state.server,
+        state.joined,
+        state.finish,
+        state.left,
+        state.right,
+        state.free,
+        state.pending,
+        state.origin,
+        state.response,
+        state.awaited,
+    )
+    for s in range(state.present.size):
+        let_leave(
+            s,
+            until,
+            state.present,
+            state.attained,
+            state.changed,
+            state.leaves_at,
+            state.root,
+            state.task,
+            state.server,
+            state.joined,
+            state.finish,
+            state.left,
+            state.right,
+            state.free,
+            state.origin,
+            state.response,
+            state.awaited,
+        )
+
+
+@jit
+def run_sharing(system, state, record, start, stop, block, choose_control, choose_treatment):
+    """Draw and dispatch the tasks start, ..., stop - 1; return (status, task reached).
+
+    As `run`, but departures are not known yet: response times are written where `state` says, when
+    they end. With status NEEDS_ROOM there are fewer free entries than tasks in a block.
+    """
+    depth = system.depth
+    delay = system.delay
+    counts_own = system.counts_own_dispatches
+    rates = system.rates
+    n_servers = rates.size
+    members = system.members
+    n_members = system.n_members
+    present = state.present
+    attained = state.attained
+    changed = state.changed
+    leaves_at = state.leaves_at
+    idle_at = state.idle_at
+    root = state.root
+    unseen = state.unseen
+    unseen_work = state.unseen_work
+    task = state.task
+    server = state.server
+    joined = state.joined
+    finish = state.finish
+    left = state.left
+    right = state.right
+    free = state.free
+    pending = state.pending
+    origin = state.origin
+    response = state.response
+    awaited = state.awaited
+    pointer = state.pointer
+    out_arrival = record.arrival
+    out_treated = record.treated
+    out_server = record.server
+    out_service = record.service_time
+    out_candidates = record.candidates
+    policies = system.policy
+    looked_at = system.d
+    slowness = system.slowness
+    out_choice = record.choice
+    out_lengths = record.queue_lengths
+    keeps_service = out_service.size > 0
+    keeps_candidates = out_candidates.size > 0
+    keeps_lengths = out_lengths.size > 0
+    both_choices = out_choice.size > 0
+    # Policies that look at every server.
+    scans = np.zeros(2, np.bool_)
+    for arm in range(2):
+        policy = policies[arm]
+        scans[arm] = JOIN_SHORTEST_QUEUE <= policy <= JOIN_IDLE_QUEUE or policy == USER_POLICY
+
+    arrival = np.empty(block)
+    requirement = np.empty(block)
+    treated = np.empty(block, np.int64)
+    candidates = np.zeros((max(depth, 1), block), np.uint64)
+    w = np.empty((4, block), np.uint64)
+    tie = np.zeros(block)
+    score = np.empty(n_servers)
+    lengths = np.empty(n_servers, np.int64)
+    work = np.empty(n_servers)
+
+    first = start
+    while first < stop:
+        m = min(block, stop - first)
+        if free[1] < m:
+            return NEEDS_ROOM, first
+        A = arrival[:m]
+        R = requirement[:m]
+        Z = treated[:m]
+        state.clock[0] = draw_block(
+            system,
+            first,
+            state.clock[0],
+            state.base,
+            w[0, :m],
+            w[1, :m],
+            w[2, :m],
+            w[3, :m],
+            A,
+            R,
+            Z,
+            candidates,
+            tie[:m],
+        )
+        for j in range(m):
+            i = first - start + j
+            t = A[j]
+            z = Z[j]
+            seen_at = t - delay
+            let_join(
+                seen_at,
+                present,
+                attained,
+                changed,
+                leaves_at,
+                idle_at,
+                root,
+                unseen,
+                unseen_work,
+                task,
+                server,
+                joined,
+                finish,
+                left,
+                right,
+                free,
+                pending,
+                origin,
+                response,
+                awaited,
+            )
+            if keeps_lengths or scans[z] or (both_choices and (scans[0] or scans[1])):
+                for s in range(n_servers):
+                    if leaves_at[s] <= seen_at:
+                        let_leave(
+                            s,
+                            seen_at,
+                            present,
+                            attained,
+                            changed,
+                            leaves_at,
+                            root,
+                            task,
+                            server,
+                            joined,
+                            finish,
+                            left,
+                            right,
+                            free,
+                            origin,
+                            response,
+                            awaited,
+                        )
+                    lengths[s] = present[s]
+                    # An idle server has no work, whatever rounding says.
+                    work[s] = max(idle_at[s] - seen_at, 0.0) if present[s] > 0 else 0.0
+                    if counts_own:
+                        lengths[s] += unseen[s]
+                        work[s] += unseen_work[s]
+                if keeps_lengths:
+                    for s in range(n_servers):
+                        out_lengths[i, s] = lengths[s]
+
+            chosen = 0
+            for k in range(2 if both_choices else 1):
+                arm = k if both_choices else z
+                policy = policies[arm]
+                choice = 0
+                lowest = np.inf
+                if policy == POWER_OF_D or policy == SHORTEST_EXPECTED_DELAY:
+                    for c in range(looked_at[arm]):
+                        s = np.int64(candidates[c, j])
+                        if leaves_at[s] <= seen_at:
+                            let_leave(
+                                s,
+                                seen_at,
+                                present,
+                                attained,
+                                changed,
+                                leaves_at,
+                                root,
+                                task,
+                                server,
+                                joined,
+                                finish,
+                                left,
+                                right,
+                                free,
+                                origin,
+                                response,
+                                awaited,
+                            )
+                        q = present[s]
+                        if counts_own:
+                            q += unseen[s]
+                        value = float(q)
+                        if policy == SHORTEST_EXPECTED_DELAY:
+                            value = (q + 1) / rates[s]  # divided, so that equals stay equal
+                        if value < lowest:
+                            lowest = value
+                            choice = s
+                elif policy == ROUND_ROBIN:
+                    choice = members[arm, pointer[arm]]
+                elif policy == USER_POLICY:
+                    mine = np.empty(n_members[arm], np.int64)
+                    for c in range(mine.size):
+                        mine[c] = np.int64(candidates[c, j])
+                    # Apart from the arm, so that None is never called.
+                    if choose_control is not None:
+                        if arm == 0:
+                            choice = int(choose_control(lengths, work, rates, mine, tie[j]))
+                    if choose_treatment is not None:
+                        if arm == 1:
+                            choice = int(choose_treatment(lengths, work, rates, mine, tie[j]))
+                    allowed = False
+                    for c in range(n_members[arm]):
+                        allowed = allowed or members[arm, c] == choice
+                    if not allowed:
+                        return BAD_CHOICE, first + j
+                else:
+                    mine = members[arm, : n_members[arm]]
+                    choice = least_of_all(policy, lengths, work, mine, tie[j], score)
+                if both_choices:
+                    out_choice[i, arm] = choice
+                if arm == z:
+                    chosen = choice
+            if policies[z] == ROUND_ROBIN:
+                pointer[z] = (pointer[z] + 1) % n_members[z]
+
+            service = R[j] * slowness[chosen]
+            entry = free[0]
+            free[0] = right[entry]
+            free[1] -= 1
+            task[entry] = first + j
+            server[entry] = chosen
+            joined[entry] = t
+            finish[entry] = service
+            right[entry] = -1
+            if pending[0] < 0:
+                pending[0] = entry
+            else:
+                right[pending[1]] = entry
+            pending[1] = entry
+            unseen[chosen] += 1
+            unseen_work[chosen] += service
+            out_arrival[i] = t
+            out_treated[i] = z == 1
+            out_server[i] = chosen
+            if keeps_service:
+                out_service[i] = service
+            if keeps_candidates:
+                for c in range(depth):
+                    out_candidates[i, c] = np.int32(candidates[c, j])
+        first += m
+    return FINISHED, first
+
+
+run_sharing_with_user_policy = njit(nogil=True, error_model="numpy")(
+    getattr(run_sharing, "py_func", run_sharing)
+)
 
 
 # --------------------------------------------------------------------------------------------------

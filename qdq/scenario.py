@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from qdq import validation
 from qdq.policies import Policy, PowerOfD, policy_from_dict
 
+DISCIPLINES = ("fcfs", "processor_sharing")
+
 # A kernel keeps a server's number in 24 bits.
 MOST_SERVERS = 1 << 24
 
@@ -252,7 +254,8 @@ class LogNormal(_Part):
 class ServiceTrace(_Trace):
     """Given service requirements, one per logged task in order of arrival, not scaled.
 
-    Tasks of a warm-up draw theirs from the trace at random.
+    Tasks of a warm-up draw theirs from the trace at random, and so do, with processor sharing,
+    tasks that arrive after its end.
 
     Parameters
     ----------
@@ -321,7 +324,7 @@ def _part_from_dict(spec: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A system of parallel FCFS servers, and the two policies whose difference is asked for.
+    """A system of parallel servers, and the two policies whose difference is asked for.
 
     Parameters
     ----------
@@ -333,6 +336,10 @@ class Scenario:
         Law of the service requirements, of mean 1 except for a trace.
     service_rates : float or sequence of float, shape (n_servers,), default 1.0
         Speed of each server, > 0; a requirement takes requirement / rate time units.
+    discipline : {"fcfs", "processor_sharing"}, default "fcfs"
+        How a server treats the tasks it has: first come, first served; or all at once, each of q
+        tasks at 1/q of the server's speed, so that none waits. The same seed draws the same
+        arrivals, requirements, arms and candidates under both.
     information_delay : float, default 0.0
         At time t the dispatcher sees the servers as they were at t - information_delay, >= 0.
     dispatch_delay : float, default 0.0
@@ -356,6 +363,7 @@ class Scenario:
     arrivals: Arrivals = Poisson(0.8)
     service: Service = Exponential()
     service_rates: float | Sequence[float] = 1.0
+    discipline: str = "fcfs"
     information_delay: float = 0.0
     dispatch_delay: float = 0.0
     counts_own_dispatches: bool = False
@@ -384,6 +392,9 @@ class Scenario:
                     f"{name}={getattr(self, name)!r} is not allowed: {name} must be one of {names}"
                 )
         put("service_rates", self._checked_rates())
+        if self.discipline not in DISCIPLINES:
+            right = "one of " + ", ".join(map(repr, DISCIPLINES))
+            raise validation.refuse("discipline", self.discipline, right)
         for name in ("information_delay", "dispatch_delay"):
             put(name, validation.number(name, getattr(self, name), "a time >= 0", at_least=0.0))
         put(

@@ -25,6 +25,10 @@ RECORDABLE = ("service_time", "in_system", "candidates", "choices", "queue_lengt
 _SPLIT_STREAM = 2**32 - 1
 # Tasks drawn at once: their draws stay in the processor's first caches.
 _BLOCK = 1024
+# So many arrivals after a log, and ten for each of its tasks, may come before its last task leaves.
+_MOST_LATER = 10_000_000
+# Later than all that happens, but before what never does.
+_FOREVER = float(np.finfo(np.float64).max)
 # About as many arrivals come before the base of the times moves on.
 _ARRIVALS_TO_A_BASE = 1 << 18
 
@@ -87,6 +91,16 @@ class _Engine:
     choose: tuple[Any, Any]
     block: int
 
+    def started(
+        self,
+        state: Any,
+        carried_over: NDArray[np.float64],
+        n_tasks: int,
+        columns: kernels.Record,
+    ) -> tuple[NDArray[np.float64], Iterator[tuple[float, kernels.Record]]]:
+        """Return who is there at time 0, all known of them, and `runs`."""
+        return carried_over, self.runs(state, n_tasks, columns)
+
     def runs(
         self, state: kernels.State, n_tasks: int, columns: kernels.Record
     ) -> Iterator[tuple[float, kernels.Record]]:
@@ -104,7 +118,7 @@ class _Engine:
             state = self.run(state, rows, start, stop)
             yield state.base, rows
 
-    def _rebased(self, state: kernels.State, task: int) -> kernels.State:
+    def _rebased(self, state: Any, task: int) -> Any:
         """Return the state before `task` with times from a later base, once they have grown.
 
         The base moves by a power of 2, or by whole periods of a rate, so that the times that still
@@ -120,13 +134,11 @@ class _Engine:
         by = math.floor(now / step) * step
         if now < grown or by == 0.0:
             return state
-        return _moved(state, by)._replace(base=state.base + by, clock=state.clock - by)
+        return self._moved(state, by)._replace(base=state.base + by, clock=state.clock - by)
 
-    def run(
-        self, state: kernels.State, record: kernels.Record, start: int, stop: int
-    ) -> kernels.State:
+    def run(self, state: Any, record: kernels.Record, start: int, stop: int) -> Any:
         """Dispatch tasks start, ..., stop - 1; return the state after them, with room as needed."""
-        loop: Any = kernels.run if self.choose == (None, None) else kernels.run_with_user_policy
+        loop = self._loop(self.choose == (None, None))
         reached = start
         while True:
             rest = kernels.Record._make(column[reached - start :] for column in record)
@@ -140,7 +152,165 @@ class _Engine:
                     f"the UserPolicy chose, for task {reached}, a server that is not among its "
                     "candidates: it must return one of the candidates"
                 )
-            state = _with_more_room(state)
+            state = self._with_more_room(state)
+
+    def _loop(self, built_in: bool) -> Any:
+        return kernels.run if built_in else kernels.run_with_user_policy
+
+    def _moved(self, state: kernels.State, by: float) -> kernels.State:
+        return _moved(state, by)
+
+    def _with_more_room(self, state: kernels.State) -> kernels.State:
+        """Return the same state with twice the room in whatever is full."""
+        if state.pool_free[0] < 0:
+            size = state.pool.size
+            return state._replace(
+                pool=np.append(state.pool, np.zeros(size)),
+                pool_next=np.append(state.pool_next, np.append(np.arange(size + 1, 2 * size), -1)),
+                pool_free=np.array([size]),
+            )
+        size = state.ring_time.size
+        popped, pushed = state.ring
+        order = np.arange(popped, pushed) % size  # all entries, oldest first: the ring is full
+
+        def unrolled(values: NDArray[Any]) -> NDArray[Any]:
+            return np.append(values[order], np.zeros(2 * size - order.size, values.dtype))
+
+        return state._replace(
+            ring=np.array([0, order.size]),
+            ring_time=unrolled(state.ring_time),
+            ring_server=unrolled(state.ring_server),
+            ring_service=unrolled(state.ring_service),
+            ring_departure=unrolled(state.ring_departure),
+        )
+
+
+@dataclass(frozen=True)
+class _SharingEngine(_Engine):
+    """The same for servers that share.
+
+    A departure is known only when all have come that slow the task down, so a log is run as a
+    whole, and on with the arrivals after it until its last task has left.
+    """
+
+    later: kernels.System | None
+    """What those arrivals are drawn from; None: there are none."""
+
+    def started(
+        self,
+        state: Any,
+        carried_over: NDArray[np.float64],
+        n_tasks: int,
+        columns: kernels.Record,
+    ) -> tuple[NDArray[np.float64], Iterator[tuple[float, kernels.Record]]]:
+        """Run; return who is there at time 0, all known of them, and what was recorded by chunk."""
+        n_before = len(carried_over)
+        response = np.full(n_before + n_tasks, np.nan)
+        state = state._replace(
+            origin=-n_before, response=response, awaited=np.array([response.size])
+        )
+        chunks = []
+        for start in range(0, n_tasks, CHUNK):
+            stop = min(start + CHUNK, n_tasks)
+            rows = kernels.Record._make(column[start:stop] for column in columns)
+            state = self._rebased(state, start)
+            state = self.run(state, rows, start, stop)
+            chunks.append((state.base, rows))
+        self._run_on(state, n_tasks)
+        carried_over = carried_over.copy()
+        carried_over[:, 2] = carried_over[:, 1] + response[:n_before]
+        columns.departure[:] = columns.arrival
+        columns.departure[:] += response[n_before:] + self.system.dispatch_delay
+        return carried_over[carried_over[:, 2] > 0.0], iter(chunks)
+
+    def _run_on(self, state: kernels.SharingState, n_tasks: int) -> None:
+        """Let tasks n_tasks, n_tasks + 1, ... come until those before have left."""
+        last = self.system.arrival_trace.size or n_tasks + _MOST_LATER + 10 * n_tasks
+        if self.later is None:
+            last = n_tasks
+        rows = _record(_BLOCK, (), 0, 0)
+        start = n_tasks
+        while start < last and state.awaited[0] > 0:
+            if start % CHUNK == 0:  # as in a longer log
+                state = self._rebased(state, start)
+            stop = min(start + _BLOCK, start - start % CHUNK + CHUNK, last)
+            assert self.later is not None
+            state = replace(self, system=self.later).run(state, rows, start, stop)
+            kernels.let_pass(rows.arrival[stop - start - 1] - self.system.delay, state)
+            start = stop
+        if self.later is not None and not self.system.arrival_trace.size:
+            if state.awaited[0] > 0:
+                raise ValueError(
+                    f"{state.awaited[0]} of n_tasks={n_tasks} tasks are still there after "
+                    f"{last - n_tasks} later arrivals, under discipline='processor_sharing', which "
+                    "needs a stable system: use a lower load"
+                )
+            return
+        kernels.let_pass(_FOREVER, state)
+
+    def warmed_up(self, n: int, clock: float) -> tuple[kernels.SharingState, NDArray[np.float64]]:
+        """Return the state at time 0 after n tasks, and who may be there, departures not known."""
+        state = self.empty(clock)
+        rows = _record(min(n, CHUNK), (), 0, 0)
+        for start in range(-n, 0, CHUNK):
+            state = self.run(state, rows, start, min(start + CHUNK, 0))
+        entries = np.flatnonzero(state.server >= 0)
+        entries = entries[np.argsort(state.task[entries])]
+        state.task[entries] = np.arange(-entries.size, 0)
+        joined = state.joined[entries] + self.system.dispatch_delay
+        there = np.column_stack((state.server[entries], joined, np.full(entries.size, np.nan)))
+        return state._replace(clock=np.zeros(1)), there
+
+    def empty(self, clock: float) -> kernels.SharingState:
+        """Return empty servers."""
+        n_servers = self.system.rates.size
+        room = 2 * _BLOCK
+        return kernels.SharingState(
+            base=0.0,
+            clock=np.array([clock]),
+            pointer=np.zeros(2, np.int64),
+            present=np.zeros(n_servers, np.int64),
+            attained=np.zeros(n_servers),
+            changed=np.zeros(n_servers),
+            leaves_at=np.full(n_servers, np.inf),
+            idle_at=np.full(n_servers, -np.inf),
+            root=np.full(n_servers, -1),
+            unseen=np.zeros(n_servers, np.int64),
+            unseen_work=np.zeros(n_servers),
+            task=np.zeros(room, np.int64),
+            server=np.full(room, -1),
+            joined=np.zeros(room),
+            finish=np.zeros(room),
+            left=np.full(room, -1),
+            right=np.append(np.arange(1, room), -1),
+            free=np.array([0, room]),
+            pending=np.full(2, -1),
+            origin=0,
+            response=np.empty(0),
+            awaited=np.zeros(1, np.int64),
+        )
+
+    def _loop(self, built_in: bool) -> Any:
+        return kernels.run_sharing if built_in else kernels.run_sharing_with_user_policy
+
+    def _moved(self, state: Any, by: float) -> Any:
+        """Return the state with all times inside less by `by`."""
+        times = ("changed", "leaves_at", "idle_at", "joined")
+        return state._replace(**{name: getattr(state, name) - by for name in times})
+
+    def _with_more_room(self, state: Any) -> Any:
+        """Return the same state with room for twice as many tasks."""
+        size = state.task.size
+        doubled = {
+            name: np.append(getattr(state, name), getattr(state, name))
+            for name in ("task", "joined", "finish", "left")
+        }
+        return state._replace(
+            **doubled,
+            server=np.append(state.server, np.full(size, -1)),
+            right=np.append(state.right, np.append(np.arange(size + 1, 2 * size), state.free[0])),
+            free=np.array([size, state.free[1] + size]),
+        )
 
 
 def _propensity(design: Design | None) -> float | None:
@@ -158,13 +328,19 @@ def _engine(
     arrivals: NDArray[np.float64] | None = None,
     requirements: NDArray[np.float64] | None = None,
     candidates: NDArray[np.int32] | None = None,
+    design_of_later: Design | None = None,
 ) -> tuple[_Engine, float | None]:
     """Return the engine, and the propensity of the design.
 
     `treated`, `arrivals`, `requirements` and `candidates` replace what the design and the scenario
-    would draw.
+    would draw; `design_of_later` is that of tasks after the log, if it is another.
     """
     n = scenario.n_servers
+    shares = scenario.discipline == "processor_sharing"
+    later = None
+    if shares and arrivals is None and treated is not None:
+        after, _ = _engine(scenario, stream, design_of_later)
+        later = after.system
     policies = (scenario.control, scenario.treatment)
     members = np.tile(np.arange(n, dtype=np.int64), (2, 1))
     n_members = np.array([n, n], dtype=np.int64)
@@ -197,6 +373,7 @@ def _engine(
             )
     service = scenario.service
     arrival_process = scenario.arrivals
+    from_outside = arrivals is not None
     if isinstance(arrival_process, ArrivalTrace) and arrivals is None:
         arrivals = np.asarray(arrival_process.times)
     if isinstance(service, ServiceTrace) and requirements is None:
@@ -258,6 +435,10 @@ def _engine(
     # One function stands in both places: the kernel asks it only for the arms whose policy is the
     # user's, and is compiled once for either.
     choose = (user[0] or user[1], user[1] or user[0])
+    if shares:
+        if later is None and not from_outside:
+            later = system
+        return _SharingEngine(system, choose, block, later), propensity
     return _Engine(system, choose, block), propensity
 
 
@@ -297,31 +478,6 @@ def _moved(state: kernels.State, by: float) -> kernels.State:
     return state._replace(**{name: np.maximum(getattr(state, name) - by, 0.0) for name in times})
 
 
-def _with_more_room(state: kernels.State) -> kernels.State:
-    """Return the same state with twice the room in whatever is full."""
-    if state.pool_free[0] < 0:
-        size = state.pool.size
-        return state._replace(
-            pool=np.append(state.pool, np.zeros(size)),
-            pool_next=np.append(state.pool_next, np.append(np.arange(size + 1, 2 * size), -1)),
-            pool_free=np.array([size]),
-        )
-    size = state.ring_time.size
-    popped, pushed = state.ring
-    order = np.arange(popped, pushed) % size  # all entries, oldest first: the ring is full
-
-    def unrolled(values: NDArray[Any]) -> NDArray[Any]:
-        return np.append(values[order], np.zeros(2 * size - order.size, values.dtype))
-
-    return state._replace(
-        ring=np.array([0, order.size]),
-        ring_time=unrolled(state.ring_time),
-        ring_server=unrolled(state.ring_server),
-        ring_service=unrolled(state.ring_service),
-        ring_departure=unrolled(state.ring_departure),
-    )
-
-
 def _record(n: int, record: Collection[str], depth: int, n_servers: int) -> kernels.Record:
     def rows(name: str) -> int:
         return n if name in record else 0
@@ -338,12 +494,19 @@ def _record(n: int, record: Collection[str], depth: int, n_servers: int) -> kern
     )
 
 
-def _warmed_up(engine: _Engine, warm_up: float) -> tuple[kernels.State, NDArray[np.float64]]:
-    """Return the state at time 0, and who is there: rows of server, start of service, departure."""
+def _warmed_up(engine: _Engine, warm_up: float) -> tuple[Any, NDArray[np.float64]]:
+    """Return the state at time 0, and who is there: rows of server, start of service, departure.
+
+    With servers that share, departures are not known, and some of the rows may have left.
+    """
     system = engine.system
     n_servers = system.rates.size
     if system.arrival_kind == kernels.ARRIVAL_TRACE or warm_up == 0.0:
-        state = _empty_state(n_servers, 0.0, system.delay)
+        state: Any = (
+            engine.empty(0.0)
+            if isinstance(engine, _SharingEngine)
+            else _empty_state(n_servers, 0.0, system.delay)
+        )
         if system.arrival_kind == kernels.ARRIVAL_TRACE:
             # A trace may begin before time 0, where times inside must not.
             state = state._replace(base=float(np.floor(system.arrival_trace[0])))
@@ -356,6 +519,8 @@ def _warmed_up(engine: _Engine, warm_up: float) -> tuple[kernels.State, NDArray[
         system.period,
         warm_up,
     )
+    if isinstance(engine, _SharingEngine):
+        return engine.warmed_up(n, clock)
     ahead = 2.0 * warm_up  # more than enough, so that rounding leaves no time below zero
     state = _empty_state(n_servers, clock, system.delay + ahead)
     present = []
@@ -390,7 +555,7 @@ def _checked_record(record: Collection[str]) -> tuple[str, ...]:
 
 def _log(
     engine: _Engine,
-    state: kernels.State,
+    state: Any,
     carried_over: NDArray[np.float64],
     n_tasks: int,
     record: tuple[str, ...],
@@ -398,11 +563,12 @@ def _log(
 ) -> TaskLog:
     """Run tasks 0, ..., n_tasks - 1 and put what they leave into a TaskLog."""
     columns = _record(n_tasks, record, engine.system.depth, engine.system.rates.size)
+    carried_over, runs = engine.started(state, carried_over, n_tasks, columns)
     in_system = np.empty(n_tasks if "in_system" in record else 0, np.int64)
     present = Present(carried_over[:, 2].copy())
     trace = engine.system.arrival_trace
     n = 0
-    for base, rows in engine.runs(state, n_tasks, columns):
+    for base, rows in runs:
         here = slice(n, n + rows.arrival.size)
         if base != 0.0:
             rows.arrival[:] += base
@@ -473,8 +639,9 @@ def simulate(
     Raises
     ------
     TypeError, ValueError
-        If an argument is out of its range, a trace is shorter than n_tasks, or a group of a server
-        split is unstable.
+        If an argument is out of its range, a trace is shorter than n_tasks, a group of a server
+        split is unstable, or under processor sharing the tasks logged have not left after 10^7 and
+        10 n_tasks later arrivals.
 
     Notes
     -----
@@ -482,6 +649,11 @@ def simulate(
     response times do not lose precision however long the run is. The log's columns count from time
     0: at a time of 1e9 they, and the response times taken from them, are rounded to 1e-7.
     `replicate` estimates without that rounding, and without keeping a log.
+
+    Under processor sharing a task is slowed down by those that arrive after it. So tasks go on
+    arriving after the last one logged, under the same design, until all that are logged have left;
+    of an `ArrivalTrace` those that it still holds. (A `ServiceTrace` that has come to its end is
+    drawn from at random.)
 
     Examples
     --------
@@ -534,7 +706,8 @@ def stream(
 ) -> tuple[NDArray[np.float64], float | None, Iterator[Chunk]]:
     """Simulate an experiment whose tasks are handed on in chunks and not kept.
 
-    The tasks are those of `simulate` with the same arguments.
+    The tasks are those of `simulate` with the same arguments. Under processor sharing they are kept
+    until the last of them has left, and handed on then.
 
     Parameters
     ----------
@@ -564,10 +737,12 @@ def stream(
     engine, propensity = _engine(scenario, seed_sequence(seed), design)
     state, carried_over = _warmed_up(engine, warm_up)
     record = ("service_time",) if with_start else ()
-    columns = _record(min(CHUNK, n_tasks), record, 0, 0)
+    shares = isinstance(engine, _SharingEngine)
+    columns = _record(n_tasks if shares else min(CHUNK, n_tasks), record, 0, 0)
+    carried_over, runs = engine.started(state, carried_over, n_tasks, columns)
 
     def chunks() -> Iterator[Chunk]:
-        for base, rows in engine.runs(state, n_tasks, columns):
+        for base, rows in runs:
             start = period = kept = None
             if with_start:
                 start = start_by_service_time(rows.arrival, rows.departure, rows.service_time)
@@ -639,6 +814,12 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
     TypeError, ValueError
         If an argument does not fit the log, or the log's state at time 0 can't be made again: it is
         itself a replay of a log with a warm-up, or has lost its scenario.
+
+    Notes
+    -----
+    Under processor sharing the arrivals after a simulated log are made again too. They follow the
+    log's own design, or the one arm that `treated` leaves. After a log from outside nobody arrives:
+    those who are there at its end have the servers to themselves. Such a log needs service_time.
     """
     if not isinstance(scenario, Scenario):
         raise TypeError(f"scenario={scenario!r} is not a Scenario")
@@ -663,12 +844,15 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
         stream = seed_sequence(log.seed)
         before, _ = _engine(own, stream, log.design)
         state, carried_over = _warmed_up(before, float(log.warm_up or 0.0))
-        if not np.array_equal(carried_over, log.carried_over):
+        split = isinstance(log.design, ServerSplit)
+        later = log.design if design is None or split else design
+        if later is None and scenario.discipline == "processor_sharing":
             raise ValueError(
-                "the log's state at time 0 can't be made again from its scenario, design and seed: "
-                "it is itself a replay, or was changed; replay the log that was simulated"
+                "the log's design is not known, so the arrivals after it, which processor sharing "
+                "needs, can't be made again: it is itself a replay; replay the log that was "
+                "simulated"
             )
-        engine, _ = _engine(scenario, stream, log.design, treated=arms)
+        engine, _ = _engine(scenario, stream, log.design, treated=arms, design_of_later=later)
         fields: dict[str, Any] = {
             "scenario": scenario,
             "seed": log.seed,
@@ -710,6 +894,13 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
         time_unit=log.time_unit,
         **fields,
     )
+    # The departures of those there at time 0 depend, if servers share, on who comes after them.
+    known = slice(0, 2 if scenario.discipline == "processor_sharing" else 3)
+    if not np.array_equal(result.carried_over[:, known], log.carried_over[:, known]):
+        raise ValueError(
+            "the log's state at time 0 can't be made again from its scenario, design and seed: "
+            "it is itself a replay, or was changed; replay the log that was simulated"
+        )
     # Periods from outside need not be counted from time 0.
     return replace(result, period=log.period) if same else result
 
@@ -743,6 +934,11 @@ def _requirements(scenario: Scenario, log: TaskLog) -> NDArray[np.float64]:
         )
     if log.service_time is not None:
         service_time = log.service_time
+    elif scenario.discipline == "processor_sharing":
+        raise ValueError(
+            "the log has no column service_time: replay under discipline='processor_sharing' needs "
+            "it, since service requirements are rebuilt by FCFS only"
+        )
     else:
         idle = np.full(scenario.n_servers, -np.inf)
         service_time = log.departure - kernels.start_of_service(

@@ -709,7 +709,8 @@ def replicate(
     """Simulate an experiment and estimate its effect in one pass, without keeping its log.
 
     Memory does not grow with the number of tasks: it holds the servers, the tasks in the system and
-    as many of the newest tasks as the longest window spans.
+    as many of the newest tasks as the longest window spans. Under processor sharing it holds, of
+    each task, arrival, response time, arm and server, since the last departures are known last.
 
     Parameters
     ----------
@@ -919,6 +920,8 @@ def _checked_plan(
     queues = _several("queue", queue)
     for value in queues:
         estimators.check_choice("queue", value, estimators.QUEUES)
+        if value == "waiting":
+            estimators.refuse_sharing(scenario)
     rates = []
     for value in _several("arrival_rate", arrival_rate):
         estimators.check_rate(value)

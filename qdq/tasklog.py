@@ -175,7 +175,7 @@ class TaskLog:
     server : ndarray of int32, shape (n,), optional
         The server that each task joined.
     service_time : ndarray of float64, shape (n,), optional
-        Time in service, >= 0.
+        Time in service, >= 0; what it would be alone at the server, where tasks share it.
     in_system : ndarray of int64, shape (n,), optional
         Tasks that came before and had not left at each arrival, those of a warm-up included.
     period : ndarray of int64, shape (n,), optional
@@ -202,7 +202,8 @@ class TaskLog:
         Tasks that arrive less than this after the first open no window and enter no mean, but count
         as tasks in system. Must leave at least one task.
     carried_over : ndarray of float64, shape (m, 3), optional
-        Tasks of the warm-up still in the system at time 0: server, start of service, departure.
+        Tasks of the warm-up still in the system at time 0: server, start of service (where tasks
+        share a server, when each joined it), departure.
         Empty by default: a log from outside is taken to start empty.
     time_unit : str, optional
         ``"s"`` for HAProxy logs; None for the file's own unit.

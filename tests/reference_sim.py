@@ -35,16 +35,25 @@ class Job:
     service_time: float
     start: float = math.inf
     departure: float = math.inf
+    # Where the server shares: the time of each event there, the work the job had left then, and the
+    # share of the server that it had from then on.
+    progress: list[tuple[float, float, float]] = field(default_factory=list)
 
 
 @dataclass
 class Server:
-    """One FCFS server: its history of jobs in order of dispatch, its queue, the job in service."""
+    """One server: its history of jobs in order of dispatch, and those in service or waiting for it.
+
+    FCFS serves one job and lets the others wait. Sharing serves all, and counts its events, since
+    each makes void what was foreseen of the next departure.
+    """
 
     rate: float
     history: deque[Job] = field(default_factory=deque)
     waiting: deque[Job] = field(default_factory=deque)
     serving: Job | None = None
+    sharing: list[Job] = field(default_factory=list)
+    events: int = 0
 
 
 @dataclass
@@ -103,6 +112,9 @@ def unseen_jobs(server: Server, now: float, delay: float) -> list[Job]:
 
 def remaining_work(job: Job, time: float) -> float:
     """Service time that a job present at ``time`` still needs."""
+    if job.progress:
+        then, left, share = next(row for row in reversed(job.progress) if row[0] <= time)
+        return left - (time - then) * share
     if job.start <= time:
         return job.start + job.service_time - time
     return job.service_time
@@ -173,8 +185,10 @@ def simulate_reference(
         The control's and the treatment's servers in a server split; by default all for both.
     present : sequence of (server, start of service, departure), optional
         Tasks in the system before the first arrival, in order of joining. The dispatcher takes them
-        to have joined long ago, so this is right only without delays.
+        to have joined long ago, so this is right only without delays. Where servers share, of each
+        departure less start is the service that it still needs at time 0.
     """
+    shares = scenario.discipline == "processor_sharing"
     n_servers = scenario.n_servers
     n = len(draws.arrival)
     rates = [float(rate) for rate in np.broadcast_to(scenario.service_rates, n_servers)]
@@ -199,14 +213,34 @@ def simulate_reference(
     )
     in_system = 0
 
-    # (time, kind, sequence number, server, job): the sequence number keeps equal events in order.
-    events: list[tuple[float, int, int, int, Job]] = []
+    # (time, kind, sequence number, server, job, events at the server so far): the sequence number
+    # keeps equal events in order.
+    events: list[tuple[float, int, int, int, Job, int]] = []
     sequence = 0
 
     def schedule(time: float, kind: int, server: int, job: Job) -> None:
         nonlocal sequence
-        heapq.heappush(events, (time, kind, sequence, server, job))
+        count = servers[server].events if server >= 0 else 0
+        heapq.heappush(events, (time, kind, sequence, server, job, count))
         sequence += 1
+
+    def share_anew(index: int, now: float, joins: Job | None = None, leaves: Job | None = None):
+        """Let a job join or leave; the rest of the work goes on with new shares."""
+        server = servers[index]
+        left = {id(job): remaining_work(job, now) for job in server.sharing}
+        if joins is not None:
+            joins.start = now
+            left[id(joins)] = joins.service_time
+            server.sharing.append(joins)
+        if leaves is not None:
+            server.sharing.remove(leaves)
+        server.events += 1
+        for job in server.sharing:
+            job.progress.append((now, left[id(job)], 1 / len(server.sharing)))
+        if server.sharing:
+            least = min(server.sharing, key=lambda job: job.progress[-1][1])
+            wait = least.progress[-1][1] * len(server.sharing)
+            schedule(now + max(wait, 0.0), DEPARTURE, index, least)
 
     def start_next(index: int, now: float) -> None:
         server = servers[index]
@@ -219,7 +253,9 @@ def simulate_reference(
         job = Job(-1, -math.inf, departure - start)
         servers[index].history.append(job)
         in_system += 1
-        if servers[index].serving is None:
+        if shares:
+            share_anew(index, 0.0, joins=job)
+        elif servers[index].serving is None:
             servers[index].serving = job
             job.start = start
             schedule(departure, DEPARTURE, index, job)
@@ -229,7 +265,9 @@ def simulate_reference(
         schedule(float(draws.arrival[task]), ARRIVAL, -1, Job(task, math.nan, math.nan))
 
     while events:
-        now, kind, _, index, job = heapq.heappop(events)
+        now, kind, _, index, job, count = heapq.heappop(events)
+        if kind == DEPARTURE and count != servers[index].events:
+            continue  # made void
         if kind == DEPARTURE:
             job.departure = now
             servers[index].serving = None
@@ -237,7 +275,12 @@ def simulate_reference(
             if job.task >= 0:
                 path.departure[job.task] = now
                 path.start[job.task] = job.start
-            start_next(index, now)
+            if shares:
+                share_anew(index, now, leaves=job)
+            else:
+                start_next(index, now)
+        elif kind == JOIN and shares:
+            share_anew(index, now, joins=job)
         elif kind == JOIN:
             servers[index].waiting.append(job)
             start_next(index, now)
@@ -249,8 +292,7 @@ def simulate_reference(
             work: list[float] = []
             for server in servers:
                 # Who was seen to leave is never seen again; forgetting keeps the lists short.
-                while server.history and server.history[0].departure <= now - a:
-                    server.history.popleft()
+                server.history = deque(old for old in server.history if old.departure > now - a)
                 seen = seen_jobs(server, now, a)
                 unseen = unseen_jobs(server, now, a) if scenario.counts_own_dispatches else []
                 queue_lengths.append(len(seen) + len(unseen))

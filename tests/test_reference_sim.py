@@ -33,6 +33,30 @@ def system(**fields: object) -> qdq.Scenario:
     return qdq.Scenario(**(defaults | fields))
 
 
+def test_a_shared_server_serves_all_at_once():
+    # The first still needs 2.5 when the second comes at 1; at half speed each gets 1 until 3, when
+    # they need 1.5 and 0.5. At a third of the speed the second leaves at 4.5, when the first needs
+    # 1 and the third 1.5; at half speed the first leaves at 6.5, and the third needs 0.5 more.
+    scenario = system(
+        n_servers=1,
+        discipline="processor_sharing",
+        control=qdq.PowerOfD(1),
+        treatment=qdq.PowerOfD(1),
+    )
+    path = run(
+        scenario,
+        [
+            (0.0, 3.5, CONTROL, (0,), 0.5),
+            (1.0, 1.5, CONTROL, (0,), 0.5),
+            (3.0, 2.0, CONTROL, (0,), 0.5),
+        ],
+    )
+    np.testing.assert_allclose(path.departure, [6.5, 4.5, 7.0])
+    np.testing.assert_allclose(path.work[:, 0], [0.0, 2.5, 2.0])
+    np.testing.assert_array_equal(path.start, [0.0, 1.0, 3.0])
+    np.testing.assert_array_equal(path.queue_lengths[:, 0], [0, 1, 2])
+
+
 def test_power_of_d_is_first_come_first_served_and_breaks_ties_by_candidate_order():
     scenario = system(control=qdq.PowerOfD(1), treatment=qdq.PowerOfD(2))
     path = run(
