@@ -14,6 +14,7 @@ A tour::
     print(qdq.plan(scenario, effect=0.1))        # how many tasks it takes to see an effect
     log = qdq.TaskLog.read("experiment.csv")     # a log from outside
     print(qdq.dq_mixed(log, horizon="coverage"))
+    print(qdq.log_twin(log, qdq.PowerOfD(2), qdq.PowerOfD(3)))  # rebuilt, fitted, tested, replayed
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ from qdq.scenario import (
 from qdq.simulate import replay, simulate
 from qdq.study import Study, replicate, run_study
 from qdq.tasklog import TaskLog
+from qdq.twin import LogTwin, log_twin
 
 __version__ = "0.1.0"
 
@@ -112,6 +114,7 @@ __all__ = [
     "JoinShortestQueue",
     "LeastWorkLeft",
     "LogNormal",
+    "LogTwin",
     "OnlineEstimator",
     "Pareto",
     "Periodic",
@@ -133,6 +136,7 @@ __all__ = [
     "dq_queue",
     "dq_response",
     "estimate",
+    "log_twin",
     "naive",
     "plan",
     "randomisation_test",

@@ -714,6 +714,43 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
     return replace(result, period=log.period) if same else result
 
 
+def run_traces(
+    scenario: Scenario,
+    treated: NDArray[np.bool_],
+    stream: np.random.SeedSequence,
+    candidates: NDArray[np.int32] | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Send traces of arrivals and requirements through an empty system, and keep no log.
+
+    Parameters
+    ----------
+    scenario : Scenario
+        Whose arrivals are an ArrivalTrace, and its service a ServiceTrace no shorter.
+    treated : ndarray of bool, shape (n,)
+        Which tasks the treatment routes, one for each arrival.
+    stream : numpy.random.SeedSequence
+        Draws the candidates, unless they are given, and breaks ties.
+    candidates : ndarray of int32, shape (n, d), optional
+        The servers sampled for each task, in order.
+
+    Returns
+    -------
+    response : ndarray of float64, shape (n,)
+    server : ndarray of int32, shape (n,)
+
+    Raises
+    ------
+    ValueError
+        If the candidates are too few for the policies, or no servers of the system.
+    """
+    engine, _ = _engine(scenario, stream, None, treated=treated, candidates=candidates)
+    state, _ = _warmed_up(engine, 0.0)
+    columns = _record(treated.size, (), 0, 0)
+    for _ in engine.runs(state, treated.size, columns):
+        pass
+    return columns.departure - columns.arrival, columns.server
+
+
 # The column that shows whether a log has what `record` names.
 _COLUMN = {name: name for name in RECORDABLE} | {"choices": "choice_control"}
 
