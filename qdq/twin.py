@@ -77,17 +77,19 @@ _DISTRUST_FROM = 0.005
 _MOST_T = 4.0  # three tests, each with a false alarm of 6e-5
 # A server that is busy for 98 % of the time or more has a mean response that no log of usual length
 # tells from infinity.
-_MOST_LOAD = 0.98
+MOST_LOAD = 0.98
 _MOST_APART = 0.01  # sd of the difference between logged and modelled times, over that of response
 _LEAST_AGREEMENT = 0.99  # of choices: with the log's own candidates nothing is left to chance
 _EQUAL_SERVICE = 1e-6  # sd over mean of requirements that are all the same but for rounding
+_FEWEST_OF_A_LENGTH = 30  # tasks, for a mean and its error to be shown
 
 # The search for delays: shares of the longest dispatch delay that the log allows, information
 # delays in mean service times, the first and last steps from the best of these.
 _DISPATCHES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
 _INFORMATION = (0.0, 0.15, 0.3, 0.5, 0.75)
 _STEPS = (0.16, 0.16)
-_LAST_STEPS = (0.005, 0.01)
+_LAST_STEPS = (0.005, 0.01)  # far below what the misfit can tell
+_LAST_STEPS_BY_CHOICES = (0.0002, 0.0005)  # a delay that is off by 1 % of a service is seen in them
 _NO_DELAY = 1e-6  # in mean service times: rounding
 _DERIVATIVE_STEP = 0.1  # in mean service times: wide enough to rise above the noise of candidates
 
@@ -141,7 +143,10 @@ class Loads(NamedTuple):
 
 
 class ByQueue(NamedTuple):
-    """Requirements by the queue that tasks join: equal for all if service does not depend on it."""
+    """Requirements by the queue that tasks join: equal for all if service does not depend on it.
+
+    For lengths that at least 30 tasks met.
+    """
 
     queue_length: NDArray[np.int64]
     """Tasks at the server, the joining one not counted."""
@@ -326,9 +331,10 @@ def log_twin(
     Examples
     --------
     >>> import qdq
-    >>> scenario = qdq.Scenario(n_servers=4, control=qdq.PowerOfD(1), treatment=qdq.PowerOfD(2))
+    >>> one, two = qdq.PowerOfD(1), qdq.PowerOfD(2)
+    >>> scenario = qdq.Scenario(n_servers=2, control=one, treatment=two)
     >>> log = qdq.simulate(scenario, qdq.Bernoulli(0.5), n_tasks=50_000, seed=1)
-    >>> twin = qdq.log_twin(log, qdq.PowerOfD(1), qdq.PowerOfD(2))
+    >>> twin = qdq.log_twin(log, one, two)
     >>> twin.trusted, twin.low < qdq.true_effect(scenario).value < twin.high
     (True, True)
     """
@@ -705,7 +711,8 @@ def _delays(fit: _Fit) -> _Delays:
         def cost(delays: _Delays) -> float:
             return fit.misfit(fit.run(delays).response)
 
-    found = _search(cost, dispatch, float(log.response_time.min()), fit.unit)
+    last = _LAST_STEPS if log.candidates is None else _LAST_STEPS_BY_CHOICES
+    found = _search(cost, dispatch, float(log.response_time.min()), fit.unit, last)
     if log.candidates is None:
         free = 2 if dispatch is None else 1
         # More parameters always fit better: by that much without being there.
@@ -716,7 +723,11 @@ def _delays(fit: _Fit) -> _Delays:
 
 
 def _search(
-    cost: Callable[[_Delays], float], dispatch: float | None, most: float, unit: float
+    cost: Callable[[_Delays], float],
+    dispatch: float | None,
+    most: float,
+    unit: float,
+    last: tuple[float, float],
 ) -> _Delays:
     """Find the delays of least cost, on a grid and from there in ever smaller steps.
 
@@ -738,7 +749,7 @@ def _search(
     best = min(((s, i) for s in shares for i in _INFORMATION), key=lambda point: cost_at(*point))
     steps = list(_STEPS)
     moving = [axis for axis in (0, 1) if axis == 1 or dispatch is None]
-    while any(steps[axis] >= _LAST_STEPS[axis] for axis in moving):
+    while any(steps[axis] >= last[axis] for axis in moving):
         stays = True
         for axis in moving:
             for step in (steps[axis], -steps[axis]):
@@ -850,7 +861,8 @@ def _crossed_variance(passes: _Passes) -> float:
     """
     apart = passes.difference - passes.difference.mean()
     k, b = apart.shape
-    total = float(np.sum(apart**2) / (k * (b - 1)))
+    within = apart - apart.mean(axis=1, keepdims=True)
+    total = float(np.sum(within**2) / (k * (b - 1)))
 
     def of_means(blocks: NDArray[np.int64]) -> float:
         means = np.bincount(blocks.ravel(), apart.ravel(), minlength=b) / k
@@ -934,7 +946,7 @@ def _test_of_load(loads: Loads) -> FitTest:
     else:
         deployed += "{}"
     words = ("has room to spare", "is too close to being overloaded")
-    return _test_of("load", value, _MOST_LOAD, deployed, words)
+    return _test_of("load", value, MOST_LOAD, deployed, words)
 
 
 def _tests_of_columns(fit: _Fit, delays: _Delays, twin: _Run) -> Iterator[FitTest]:
@@ -965,7 +977,7 @@ def _by_queue(queue: NDArray[np.int64], relative: NDArray[np.float64]) -> ByQueu
     count, total, squares = (
         np.bincount(queue, weights) for weights in (None, relative, relative**2)
     )
-    length = np.flatnonzero(count >= 2)
+    length = np.flatnonzero(count >= _FEWEST_OF_A_LENGTH)
     count, total, squares = count[length], total[length], squares[length]
     mean = total / count
     variance = np.maximum(squares / count - mean**2, 0.0) / (count - 1)
