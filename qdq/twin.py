@@ -90,6 +90,7 @@ _INFORMATION = (0.0, 0.15, 0.3, 0.5, 0.75)
 _STEPS = (0.16, 0.16)
 _LAST_STEPS = (0.005, 0.01)  # far below what the misfit can tell
 _LAST_STEPS_BY_CHOICES = (0.0002, 0.0005)  # a delay that is off by 1 % of a service is seen in them
+_COARSE_TASKS = 30_000  # that tell one point of the grid from the next; a quarter if that is more
 _NO_DELAY = 1e-6  # in mean service times: rounding
 _DERIVATIVE_STEP = 0.1  # in mean service times: wide enough to rise above the noise of candidates
 
@@ -463,6 +464,7 @@ class _Fit:
         self._check_length()
         self._services: dict[float, _Service] = {}
         self._scenarios: dict[float, Scenario] = {}
+        self._log_moments: dict[int, NDArray[np.float64]] = {}
         self.discipline = FCFS
         overtaken = float(np.mean(self._start(0.0) > log.departure))
         if overtaken > _MOST_OVERTAKEN:
@@ -599,9 +601,9 @@ class _Fit:
         scenario = self._scenarios[delays.dispatch]
         return scenario.replace(information_delay=delays.information)
 
-    def run(self, delays: _Delays, treated: bool | None = None) -> _Run:
-        """Run the twin in the log's own order: as the log was, or with one arm for all."""
-        arms = self.log.treated if treated is None else np.full(self.stop, treated)
+    def run(self, delays: _Delays, treated: bool | None = None, stop: int | None = None) -> _Run:
+        """Run the twin in the log's own order: as the log was, up to some task, or with one arm."""
+        arms = self.log.treated[:stop] if treated is None else np.full(self.stop, treated)
         candidates = self.log.candidates
         if candidates is not None:
             candidates = candidates[: arms.size]
@@ -614,7 +616,8 @@ class _Fit:
 
     def agreement(self, run: _Run) -> float:
         """Return the share of the tasks that go where they went in the log."""
-        return float(np.mean((run.server == self.server)[self.counted]))
+        part = slice(self.first, min(run.server.size, self.stop))
+        return float(np.mean(run.server[part] == self.server[part]))
 
     # ----------------------------------------------------------------------------------------------
 
@@ -631,10 +634,17 @@ class _Fit:
         covariance: NDArray[np.float64] = np.cov(np.array(batches).T) / _BATCHES
         return covariance
 
-    @cached_property
+    def log_moments_to(self, stop: int) -> NDArray[np.float64]:
+        """Return the moments of the log up to some task."""
+        if stop not in self._log_moments:
+            part = slice(self.first, stop)
+            self._log_moments[stop] = self.moments_of(self.log.response_time, part)
+        return self._log_moments[stop]
+
+    @property
     def log_moments(self) -> NDArray[np.float64]:
         """Moments of the log."""
-        return self.moments_of(self.log.response_time, self.counted)
+        return self.log_moments_to(self.stop)
 
     @cached_property
     def log_covariance(self) -> NDArray[np.float64]:
@@ -650,8 +660,9 @@ class _Fit:
         return np.asarray(np.linalg.inv(v + np.diag(allowed**2)), np.float64)
 
     def misfit(self, response: NDArray[np.float64]) -> float:
-        """Return J of a run as the log was."""
-        apart = self.moments_of(response, self.counted) - self.log_moments
+        """Return J of a run as the log was, maybe of its first tasks only."""
+        stop = min(response.size, self.stop)
+        apart = self.moments_of(response, slice(self.first, stop)) - self.log_moments_to(stop)
         return float(apart @ self.weights @ apart)
 
     def compared(self, response: NDArray[np.float64]) -> tuple[Moment, ...]:
@@ -702,17 +713,25 @@ def _delays(fit: _Fit) -> _Delays:
         if fit.agreement(run) > _LEAST_AGREEMENT:
             return none
 
-        def cost(delays: _Delays) -> float:
-            return 1.0 - fit.agreement(fit.run(delays))
+        def cost(delays: _Delays, stop: int | None = None) -> float:
+            return 1.0 - fit.agreement(fit.run(delays, stop=stop))
     else:
         if fit.misfit(run.response) <= _chi_square(len(_MOMENTS), _SEARCH_FROM):
             return none
 
-        def cost(delays: _Delays) -> float:
-            return fit.misfit(fit.run(delays).response)
+        def cost(delays: _Delays, stop: int | None = None) -> float:
+            return fit.misfit(fit.run(delays, stop=stop).response)
 
     last = _LAST_STEPS if log.candidates is None else _LAST_STEPS_BY_CHOICES
-    found = _search(cost, dispatch, float(log.response_time.min()), fit.unit, last)
+    few = fit.first + max((fit.stop - fit.first) // 4, min(_COARSE_TASKS, fit.stop - fit.first))
+    found = _search(
+        cost,
+        lambda delays: cost(delays, few),
+        dispatch,
+        float(log.response_time.min()),
+        fit.unit,
+        last,
+    )
     if log.candidates is None:
         free = 2 if dispatch is None else 1
         # More parameters always fit better: by that much without being there.
@@ -724,12 +743,13 @@ def _delays(fit: _Fit) -> _Delays:
 
 def _search(
     cost: Callable[[_Delays], float],
+    coarse: Callable[[_Delays], float],
     dispatch: float | None,
     most: float,
     unit: float,
     last: tuple[float, float],
 ) -> _Delays:
-    """Find the delays of least cost, on a grid and from there in ever smaller steps.
+    """Find the delays of least cost, on a grid by a coarse cost, and from there in smaller steps.
 
     A dispatch delay that is not given is sought up to `most`, the shortest response: no task can
     have been on its way for longer.
@@ -746,7 +766,7 @@ def _search(
         return _Delays(share * most if dispatch is None else dispatch, information * unit)
 
     shares = _DISPATCHES if dispatch is None else (0.0,)
-    best = min(((s, i) for s in shares for i in _INFORMATION), key=lambda point: cost_at(*point))
+    best = min(((s, i) for s in shares for i in _INFORMATION), key=lambda p: coarse(at(*p)))
     steps = list(_STEPS)
     moving = [axis for axis in (0, 1) if axis == 1 or dispatch is None]
     while any(steps[axis] >= last[axis] for axis in moving):
