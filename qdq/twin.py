@@ -603,11 +603,45 @@ class _Fit:
 
     def run(self, delays: _Delays, treated: bool | None = None, stop: int | None = None) -> _Run:
         """Run the twin in the log's own order: as the log was, up to some task, or with one arm."""
+        scenario, candidates = self.scenario(delays), self.log.candidates
+        if treated is None and candidates is not None and self.discipline == FCFS:
+            return self._run_on(scenario, stop)
         arms = self.log.treated[:stop] if treated is None else np.full(self.stop, treated)
-        candidates = self.log.candidates
         if candidates is not None:
             candidates = candidates[: arms.size]
-        return _Run(*run_traces(self.scenario(delays), arms, self.streams[0], candidates))
+        return _Run(*run_traces(scenario, arms, self.streams[0], candidates))
+
+    def _run_on(self, scenario: Scenario, stop: int | None) -> _Run:
+        """Run the twin as the log was, from the log's own state before the counted tasks.
+
+        With the log's candidates nothing else is left to chance. From another state the twin would
+        never again be in the log's: at high load one task more or less changes all later choices.
+        """
+        log, first = self.log, self.first
+        assert log.candidates is not None
+        time = self.service(scenario.dispatch_delay).time
+        ahead, rest = slice(0, first), slice(first, stop)
+        before = TaskLog(
+            arrival=log.arrival[ahead],
+            departure=log.departure[ahead],
+            treated=log.treated[ahead],
+            server=self.server[ahead],
+            service_time=time[ahead],
+        )
+        requirements = np.asarray(scenario.service.requirements)  # type: ignore[union-attr]
+        response, server = run_traces(
+            scenario.replace(
+                arrivals=ArrivalTrace(log.arrival[rest]), service=ServiceTrace(requirements[rest])
+            ),
+            log.treated[rest],
+            self.streams[0],
+            log.candidates[rest],
+            before,
+        )
+        return _Run(
+            np.concatenate((log.response_time[ahead], response)),
+            np.concatenate((self.server[ahead], server)),
+        )
 
     def effect(self, delays: _Delays) -> float:
         """Return the effect in the log's own order."""
