@@ -299,10 +299,10 @@ def _state_with(
     server: NDArray[np.int32],
     service_time: NDArray[np.float64],
 ) -> kernels.State:
-    """Return the state with some tasks there, in order of arrival, after `base` minus the delay.
+    """Return the state at time `base` after some tasks, in order of arrival, at FCFS servers.
 
-    All that the dispatcher may still count must be among them: those that leave the dispatcher's
-    sight after the first task to come.
+    They must be all that the dispatcher can still see: those that left later than the information
+    delay before `base`.
     """
     system = engine.system
     n_servers, lead = system.rates.size, system.delay
@@ -817,6 +817,9 @@ def run_traces(
             before.server[there],
             before.service_time[there],
         )
+        for arm in (0, 1):  # of a round robin: the next server after that of the arm's last task
+            mine = before.server[before.treated == bool(arm)]
+            state.pointer[arm] = (mine[-1] + 1) % scenario.n_servers if mine.size else 0
     columns = _record(treated.size, (), 0, 0)
     for _ in engine.runs(state, treated.size, columns):
         pass

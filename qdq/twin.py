@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from qdq import kernels, trust, validation
 from qdq.estimators import Estimate, dq_response
-from qdq.policies import Policy
+from qdq.policies import Policy, PowerOfD, RoundRobin
 from qdq.scenario import ArrivalTrace, Scenario, ServiceTrace
 from qdq.simulate import Seed, run_traces, seed_sequence
 from qdq.tasklog import TaskLog
@@ -259,7 +259,8 @@ def log_twin(
     ----------
     log : TaskLog
         Of a Bernoulli experiment, or from outside, with the column ``server``. Where it has
-        ``candidates`` or ``service_time`` they are used: for the delays, and for sharper tests.
+        ``candidates`` (of policies that they determine: power of d, shortest expected delay, round
+        robin) or ``service_time`` they are used: for the delays, and for sharper tests.
     control, treatment : Policy
         The policies that routed the log's control and treated tasks.
     n_servers : int, optional
@@ -456,6 +457,9 @@ class _Fit:
     ) -> None:
         self.log, self.server, self.n_servers = log, server, n_servers
         self.control, self.treatment = control, treatment
+        # Others break ties by numbers that no log holds.
+        told = all(isinstance(policy, (PowerOfD, RoundRobin)) for policy in (control, treatment))
+        self.candidates = log.candidates if told else None
         # The first draws the candidates of all runs as the log was, so that they can be compared.
         self.streams = stream.spawn(_PASSES + 1)
         n = log.n_tasks
@@ -603,7 +607,7 @@ class _Fit:
 
     def run(self, delays: _Delays, treated: bool | None = None, stop: int | None = None) -> _Run:
         """Run the twin in the log's own order: as the log was, up to some task, or with one arm."""
-        scenario, candidates = self.scenario(delays), self.log.candidates
+        scenario, candidates = self.scenario(delays), self.candidates
         if treated is None and candidates is not None and self.discipline == FCFS:
             return self._run_on(scenario, stop)
         arms = self.log.treated[:stop] if treated is None else np.full(self.stop, treated)
@@ -618,7 +622,7 @@ class _Fit:
         never again be in the log's: at high load one task more or less changes all later choices.
         """
         log, first = self.log, self.first
-        assert log.candidates is not None
+        assert self.candidates is not None
         time = self.service(scenario.dispatch_delay).time
         ahead, rest = slice(0, first), slice(first, stop)
         before = TaskLog(
@@ -635,7 +639,7 @@ class _Fit:
             ),
             log.treated[rest],
             self.streams[0],
-            log.candidates[rest],
+            self.candidates[rest],
             before,
         )
         return _Run(
@@ -743,7 +747,7 @@ def _delays(fit: _Fit) -> _Delays:
             dispatch = late if late > _NO_DELAY * fit.unit else 0.0
             none = none._replace(dispatch=dispatch)
     run = fit.run(none)
-    if log.candidates is not None:
+    if fit.candidates is not None:
         if fit.agreement(run) > _LEAST_AGREEMENT:
             return none
 
@@ -756,7 +760,7 @@ def _delays(fit: _Fit) -> _Delays:
         def cost(delays: _Delays, stop: int | None = None) -> float:
             return fit.misfit(fit.run(delays, stop=stop).response)
 
-    last = _LAST_STEPS if log.candidates is None else _LAST_STEPS_BY_CHOICES
+    last = _LAST_STEPS if fit.candidates is None else _LAST_STEPS_BY_CHOICES
     few = fit.first + max((fit.stop - fit.first) // 4, min(_COARSE_TASKS, fit.stop - fit.first))
     found = _search(
         cost,
@@ -766,7 +770,7 @@ def _delays(fit: _Fit) -> _Delays:
         fit.unit,
         last,
     )
-    if log.candidates is None:
+    if fit.candidates is None:
         free = 2 if dispatch is None else 1
         # More parameters always fit better: by that much without being there.
         if cost(none) - cost(found) < _chi_square(free, _SEARCH_FROM):
@@ -1011,7 +1015,7 @@ def _tests_of_columns(fit: _Fit, delays: _Delays, twin: _Run) -> Iterator[FitTes
         meaning = "service times rebuilt from departures {} those logged"
         ratio = float(np.std(apart)) / spread
         yield _test_of("service_times", ratio, _MOST_APART, meaning, ("are", "are not"))
-    if log.candidates is not None:
+    if fit.candidates is not None:
         apart = (log.response_time - twin.response)[fit.counted]
         meaning = "with the log's candidates, tasks of the twin {} response times"
         ratio = float(np.std(apart)) / spread
