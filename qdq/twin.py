@@ -300,7 +300,10 @@ def log_twin(
     misfit ``J = (M_twin - M)' V**-1 (M_twin - M)``. V is too large for a difference of two runs
     that share so much, so J is below chi-square with 8 degrees of freedom. Where it is above the
     95 % point, dispatch and information delay are chosen to make it least. A log with candidates
-    shows the delays directly: the twin's choices must be the log's.
+    shows the delays directly: the twin's choices must be the log's. The dispatcher is taken not to
+    count what it has sent and does not see yet; one that does has a shorter information delay.
+    Without candidates a policy that is somewhat wrong may pass as a delay: a third sampled server
+    taken for four is matched by one.
 
     **Tests.** See `LogTwin.tests`: the misfit; whether requirements depend on the queue joined, the
     arm or the requirement before; the load of each server under either arm alone.
