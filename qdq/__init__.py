@@ -14,6 +14,7 @@ A tour::
     print(qdq.plan(scenario, effect=0.1))        # how many tasks it takes to see an effect
     log = qdq.TaskLog.read("experiment.csv")     # a log from outside
     print(qdq.dq_mixed(log, horizon="coverage"))
+    print(qdq.log_twin(log, qdq.PowerOfD(2), qdq.PowerOfD(3)))  # rebuilt, fitted, tested, replayed
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ from qdq.score import dq_score, lstd_dq
 from qdq.simulate import replay, simulate
 from qdq.study import Study, replicate, run_study
 from qdq.tasklog import TaskLog
+from qdq.twin import LogTwin, log_twin
 
 __version__ = "0.1.0"
 
@@ -113,6 +115,7 @@ __all__ = [
     "JoinShortestQueue",
     "LeastWorkLeft",
     "LogNormal",
+    "LogTwin",
     "OnlineEstimator",
     "Pareto",
     "Periodic",
@@ -135,6 +138,7 @@ __all__ = [
     "dq_response",
     "dq_score",
     "estimate",
+    "log_twin",
     "lstd_dq",
     "naive",
     "plan",

@@ -18,10 +18,11 @@ import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
 from numpy.typing import ArrayLike
 
 from qdq import validation
+from qdq.twin import MOST_LOAD, LogTwin
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -631,3 +632,56 @@ def power(plan: Plan, n_tasks: ArrayLike | None = None, *, axes: Axes | None = N
     axes.set_ylabel("power, %")
     axes.figure.legend(loc="outside upper center", ncols=3)
     return axes
+
+
+def twin(result: LogTwin) -> Figure:
+    """Draw how well a log's twin fits: moments, requirements by queue length, loads.
+
+    Parameters
+    ----------
+    result : LogTwin
+        As `qdq.log_twin` returns it.
+
+    Returns
+    -------
+    matplotlib Figure
+        From top to bottom: the twin's moments relative to the log's, with two standard errors of
+        the difference of two such logs either way; the mean requirement of tasks by the number of
+        tasks that they find at their server, with two standard errors; the servers' loads under
+        either arm alone, in order, and the load from which the twin is not trusted.
+    """
+    figure, (top, middle, bottom) = plt.subplots(
+        3, 1, figsize=(WIDTH, 8.0), height_ratios=(1.3, 1.0, 1.0)
+    )
+    moments = result.moments
+    log = np.array([moment.log for moment in moments])
+    apart = 100.0 * (np.array([moment.twin for moment in moments]) / log - 1.0)
+    error = 100.0 * math.sqrt(2.0) * np.array([moment.log_error for moment in moments]) / log
+    rows = np.arange(len(moments))
+    top.errorbar(apart, rows, xerr=2.0 * error, fmt="o", color=_TWIN[0], capsize=3)
+    top.axvline(0.0, color=TRUTH, linewidth=1.2, zorder=1.5)
+    top.set_yticks(rows, [moment.name for moment in moments])
+    top.set_ylim(len(moments) - 0.5, -0.5)
+    top.set_xlabel("twin against log, %")
+
+    queue, requirement, error = result.by_queue
+    middle.errorbar(queue, requirement, yerr=2.0 * error, fmt="o", color=_TWIN[0], capsize=3)
+    middle.axhline(1.0, color=TRUTH, linewidth=1.2, zorder=1.5)
+    middle.xaxis.set_major_locator(MaxNLocator(integer=True))
+    middle.set_xlabel("tasks at the server that is joined")
+    middle.set_ylabel("relative requirement")
+
+    for name, colour, marker in zip(result.loads._fields, _TWIN, "os", strict=True):
+        loads = np.sort(getattr(result.loads, name))
+        place = np.arange(1, loads.size + 1)
+        bottom.plot(place, loads, marker, color=colour, label=f"{name} alone")
+    bottom.axhline(MOST_LOAD, color=TRUTH, linewidth=1.2, zorder=1.5)
+    bottom.set_ylim(bottom=0.0)
+    bottom.set_xlabel("server, in order of its load")
+    bottom.set_ylabel("load")
+    bottom.legend()
+    return figure
+
+
+# Colours of control (and of what belongs to no arm) and treatment.
+_TWIN = (METHODS["dq_response"].colour, METHODS["naive"].colour)

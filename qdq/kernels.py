@@ -1775,6 +1775,52 @@ def start_of_service(arrival, departure, server, delay, free):
 
 
 @jit
+def service_under_sharing(arrival, departure, server, by_departure, n_servers):
+    """Service that each task got at servers which share their effort equally among their tasks.
+
+    A server with q tasks serves each of them at the rate 1/q, so a task that is there from A to D
+    gets the integral of 1/q over that time. A clock for each server adds it up, from zero whenever
+    it comes out of idleness, and a task's service is what its server's clock has gained meanwhile.
+
+    Parameters
+    ----------
+    arrival, departure : float64 (n,), when each task joined and left; arrivals nondecreasing
+    server : int32 (n,)
+    by_departure : int64 (n,), the tasks in order of departure
+    n_servers : int
+
+    Returns
+    -------
+    float64 (n,), times at the server's full speed
+    """
+    n = len(arrival)
+    present = np.zeros(n_servers, np.int64)
+    clock = np.zeros(n_servers)
+    since = np.zeros(n_servers)
+    service = np.empty(n)
+    came = 0
+    left = 0
+    while left < n:
+        leaver = by_departure[left]
+        # At equal times those who come are first, so that nobody leaves before coming.
+        comes = came < n and arrival[came] <= departure[leaver]
+        k = came if comes else leaver
+        time = arrival[k] if comes else departure[k]
+        s = server[k]
+        clock[s] = clock[s] + (time - since[s]) / present[s] if present[s] > 0 else 0.0
+        since[s] = time
+        if comes:
+            service[k] = -clock[s]
+            present[s] += 1
+            came += 1
+        else:
+            service[k] += clock[s]
+            present[s] -= 1
+            left += 1
+    return service
+
+
+@jit
 def add_windows(
     response, cost, arrival, treated, first, stop, horizon, by_duration, running, moments
 ):

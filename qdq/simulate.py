@@ -472,6 +472,61 @@ def _empty_state(n_servers: int, clock: float, lead: float) -> kernels.State:
     )
 
 
+def _state_with(
+    engine: _Engine,
+    base: float,
+    arrival: NDArray[np.float64],
+    departure: NDArray[np.float64],
+    server: NDArray[np.int32],
+    service_time: NDArray[np.float64],
+) -> kernels.State:
+    """Return the state at time `base` after some tasks, in order of arrival, at FCFS servers.
+
+    They must be all that the dispatcher can still see: those that left later than the information
+    delay before `base`.
+    """
+    system = engine.system
+    n_servers, lead = system.rates.size, system.delay
+    inside = departure - system.dispatch_delay - base + lead
+    order = [np.flatnonzero(server == s) for s in range(n_servers)]
+    older = np.concatenate([mine[:-8] for mine in order])
+    unseen = np.flatnonzero(arrival - base + lead > 0.0) if system.delay > 0.0 else np.empty(0, int)
+    room = 64
+    while room <= max(older.size, unseen.size):
+        room *= 2
+
+    def padded(values: NDArray[Any]) -> NDArray[Any]:
+        return np.append(values, np.zeros(room - values.size, values.dtype))
+
+    state = _empty_state(n_servers, 0.0, lead)._replace(
+        base=base,
+        pool=padded(inside[older]),
+        pool_next=np.append(np.arange(1, room), -1),
+        pool_free=np.array([older.size]),
+        ring=np.array([0, unseen.size]),
+        ring_time=padded(arrival[unseen] - base + lead),
+        ring_server=padded(server[unseen].astype(np.int64)),
+        ring_service=padded(service_time[unseen]),
+        ring_departure=padded(inside[unseen]),
+        unseen=np.bincount(server[unseen], minlength=n_servers),
+        unseen_work=np.bincount(server[unseen], service_time[unseen], minlength=n_servers).astype(
+            np.float64
+        ),
+    )
+    entry = 0
+    for s, mine in enumerate(order):
+        newest = inside[mine[-8:]]
+        state.lines[s, : newest.size] = newest[::-1]
+        seen = mine[: mine.size - state.unseen[s]]
+        state.seen_departure[s] = inside[seen[-1]] if seen.size else 0.0
+        many = max(mine.size - 8, 0)
+        state.overflow_count[s] = many
+        if many:
+            state.overflow_head[s], state.overflow_tail[s] = entry, entry + many - 1
+        entry += many
+    return state
+
+
 def _moved(state: kernels.State, by: float) -> kernels.State:
     """Return the state with all times inside less by `by`; those that are long past become 0."""
     times = ("lines", "pool", "ring_time", "ring_departure", "seen_departure")
@@ -903,6 +958,63 @@ def replay(scenario: Scenario, log: TaskLog, treated: ArrayLike, seed: Seed = 0)
         )
     # Periods from outside need not be counted from time 0.
     return replace(result, period=log.period) if same else result
+
+
+def run_traces(
+    scenario: Scenario,
+    treated: NDArray[np.bool_],
+    stream: np.random.SeedSequence,
+    candidates: NDArray[np.int32] | None = None,
+    before: TaskLog | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Send traces of arrivals and requirements through a system, and keep no log.
+
+    Parameters
+    ----------
+    scenario : Scenario
+        Whose arrivals are an ArrivalTrace, and its service a ServiceTrace no shorter.
+    treated : ndarray of bool, shape (n,)
+        Which tasks the treatment routes, one for each arrival; there may be more arrivals.
+    stream : numpy.random.SeedSequence
+        Draws the candidates, unless they are given, and breaks ties.
+    candidates : ndarray of int32, shape (n, d), optional
+        The servers sampled for each task, in order.
+    before : TaskLog, optional
+        Tasks that came before, with server and service_time, to FCFS servers with these delays. By
+        default the system starts empty.
+
+    Returns
+    -------
+    response : ndarray of float64, shape (n,)
+    server : ndarray of int32, shape (n,)
+
+    Raises
+    ------
+    ValueError
+        If the candidates are too few for the policies, or no servers of the system.
+    """
+    engine, _ = _engine(scenario, stream, None, treated=treated, candidates=candidates)
+    state, _ = _warmed_up(engine, 0.0)
+    if before is not None:
+        assert before.server is not None
+        assert before.service_time is not None
+        now = float(engine.system.arrival_trace[0])
+        there = np.flatnonzero(before.departure > now - scenario.information_delay)
+        state = _state_with(
+            engine,
+            now,
+            before.arrival[there],
+            before.departure[there],
+            before.server[there],
+            before.service_time[there],
+        )
+        for arm in (0, 1):  # of a round robin: the next server after that of the arm's last task
+            mine = before.server[before.treated == bool(arm)]
+            state.pointer[arm] = (mine[-1] + 1) % scenario.n_servers if mine.size else 0
+    columns = _record(treated.size, (), 0, 0)
+    for _ in engine.runs(state, treated.size, columns):
+        pass
+    return columns.departure - columns.arrival, columns.server
 
 
 # The column that shows whether a log has what `record` names.

@@ -1,0 +1,1085 @@
+"""The log twin: the log's own tasks, sent through a fitted system with one arm for all.
+
+From a Bernoulli log with the columns arrival, departure, treated and server one can rebuild what
+every task asked of its server, fit what else the simulator must know (service rates, delays), and
+see whether the system so found, run as the log was, behaves as the log says. If it does, running
+it with everybody treated and with nobody treated gives the effect, with far less noise than any
+difference of means: both runs share arrivals and requirements, and no slope at a share of one half
+stands in for the effect of full deployment.
+
+This is a model. It is nearly exact where its assumptions hold and silently wrong where they fail,
+so the tests of fit are as much a part of it as the estimate, and where one of them fails the
+estimate is another one: see `LogTwin`. What it assumes, and no test here can see: that arrivals do
+not wait for answers, and that `control` and `treatment` are the policies that would be deployed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdq import kernels, trust, validation
+from qdq.estimators import Estimate, dq_response
+from qdq.policies import Policy, PowerOfD, RoundRobin
+from qdq.scenario import ArrivalTrace, Scenario, ServiceTrace
+from qdq.simulate import Seed, run_traces, seed_sequence
+from qdq.tasklog import TaskLog
+
+FCFS = "fcfs"
+PROCESSOR_SHARING = "processor_sharing"
+
+# --------------------------------------------------------------------------------------------------
+# Constants, and why they are what they are
+# --------------------------------------------------------------------------------------------------
+
+# Tasks that leave before one that came earlier to the same server: none do so at a FCFS server, and
+# a few in a thousand are as many as clocks of limited resolution explain.
+_MOST_OVERTAKEN = 0.001
+# Correlation of the requirements that processor sharing implies with the number of tasks that they
+# met, beyond chance. It is zero if servers share; at load 0.7 it is -0.16 if they serve all their
+# tasks at once, and -0.30 if always the last one to come.
+_MOST_UNLIKE_SHARING = 0.05
+# The spread of the servers' mean service times over what chance alone gives. With 20 equal servers
+# chance exceeds it once in a thousand times; a spread below it changes the effect by less than the
+# noise of rates fitted one by one.
+_UNEQUAL_RATES = 1.5
+
+# What is left out at either end of the log, in tasks and as a share of it, whichever is less: the
+# twin starts empty, and a log that was cut lacks its longest tasks.
+_FIRST, _FIRST_SHARE = 20_000, 1 / 15
+_LAST, _LAST_SHARE = 5_000, 1 / 60
+_QUANTILES = (0.02, 0.1, 0.5, 0.95)
+# Batches for the covariance of the 8 moments: three times as many as moments, so that it can be
+# inverted, and each still long against the memory of the queues.
+_BATCHES = 24
+_TASKS_A_BATCH = 100
+_TASKS_OF_AN_ARM_A_BATCH = 10
+_SHRINKAGE = 0.1  # of the covariance to its diagonal: 24 batches tell little of 28 correlations
+# Differences that count as none, relative, and the size from which they count so in mean service
+# times: a fit is not refuted by the third digit however long the log.
+_RELATIVE, _LEAST = 1e-3, 0.1
+_LEAST_SD = 1e-3  # in mean service times, so that its logarithm exists
+
+# Probabilities of a larger misfit by chance: to begin the search for delays, where a false alarm
+# costs time only, and to distrust the twin.
+_SEARCH_FROM = 0.05
+_DISTRUST_FROM = 0.005
+_MOST_T = 4.0  # three tests, each with a false alarm of 6e-5
+# A server that is busy for 98 % of the time or more has a mean response that no log of usual length
+# tells from infinity.
+MOST_LOAD = 0.98
+_MOST_APART = 0.01  # sd of the difference between logged and modelled times, over that of response
+_LEAST_AGREEMENT = 0.99  # of choices: with the log's own candidates nothing is left to chance
+_EQUAL_SERVICE = 1e-6  # sd over mean of requirements that are all the same but for rounding
+_FEWEST_OF_A_LENGTH = 30  # tasks, for a mean and its error to be shown
+
+# The search for delays: shares of the longest dispatch delay that the log allows, information
+# delays in mean service times, the first and last steps from the best of these.
+_DISPATCHES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
+_INFORMATION = (0.0, 0.15, 0.3, 0.5, 0.75)
+_STEPS = (0.16, 0.16)
+_LAST_STEPS = (0.005, 0.01)  # far below what the misfit can tell
+_LAST_STEPS_BY_CHOICES = (0.0002, 0.0005)  # a delay that is off by 1 % of a service is seen in them
+_COARSE_TASKS = 30_000  # that tell one point of the grid from the next; a quarter if that is more
+_NO_DELAY = 1e-6  # in mean service times: rounding
+_DERIVATIVE_STEP = 0.1  # in mean service times: wide enough to rise above the noise of candidates
+
+# Runs under either arm. Each averages over other pairs of arrivals and requirements and over other
+# candidates; what is left of the error after a few is that of the log's own gaps and requirements.
+_PASSES = 4
+# Blocks that passes permute, and that the standard error comes from: long against the memory of the
+# queues, and still enough for 19 degrees of freedom.
+_BLOCKS = 20
+
+_MOMENTS = (
+    "mean response, treated",
+    "mean response, control",
+    "standard deviation, treated",
+    "standard deviation, control",
+    *(f"quantile {q:g} of the response" for q in _QUANTILES),
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is found
+# --------------------------------------------------------------------------------------------------
+
+
+class FitTest(NamedTuple):
+    """One test of whether the twin behaves as the log."""
+
+    name: str
+    value: float
+    threshold: float
+    passed: bool
+    meaning: str
+    """What the outcome says, in words."""
+
+
+class Moment(NamedTuple):
+    """One figure of the response times, in the log and in its twin run as the log was."""
+
+    name: str
+    log: float
+    log_error: float
+    twin: float
+    twin_error: float
+
+
+class Loads(NamedTuple):
+    """Work that arrives at each server per unit time if one arm routes all tasks, shape (N,)."""
+
+    control: NDArray[np.float64]
+    treatment: NDArray[np.float64]
+
+
+class ByQueue(NamedTuple):
+    """Requirements by the queue that tasks join: equal for all if service does not depend on it.
+
+    For lengths that at least 30 tasks met.
+    """
+
+    queue_length: NDArray[np.int64]
+    """Tasks at the server, the joining one not counted."""
+    requirement: NDArray[np.float64]
+    """Mean, relative to the mean of the server."""
+    standard_error: NDArray[np.float64]
+
+
+class Fallback(NamedTuple):
+    """The twin's effect corrected by what Differences-in-Q finds in the log and not in the twin."""
+
+    value: float
+    """Twin's effect + DQ of the log - DQ of the twin."""
+    standard_error: float
+    degrees_of_freedom: float
+    dq_log: float
+    dq_twin: float
+    horizon: int
+    meaning: str = (
+        "aims at the slope at the log's share of treatment, may miss half the effect at high load"
+    )
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class LogTwin(Estimate):
+    """What `log_twin` found: an `Estimate`, and why it is to be trusted or not.
+
+    Where all tests of fit hold, `value` and `standard_error` are the twin's. Where one fails they
+    are those of the fallback, which corrects the twin by Differences-in-Q and shares their limits.
+    Where an arm overloads a server there is no finite effect, and both are nan.
+    """
+
+    trusted: bool
+    """Whether all tests of fit hold."""
+    twin_value: float
+    """Effect in the twin, trusted or not."""
+    twin_standard_error: float
+    scenario: Scenario
+    """The fitted system, with the log's arrivals and rebuilt requirements as traces."""
+    tests: tuple[FitTest, ...]
+    moments: tuple[Moment, ...]
+    loads: Loads = dataclasses.field(compare=False)
+    by_queue: ByQueue = dataclasses.field(compare=False)
+    fallback: Fallback
+
+    @property
+    def verdict(self) -> str:
+        """Whether the twin is trusted and, if not, which tests failed, in words."""
+        failed = [test for test in self.tests if not test.passed]
+        if not failed:
+            return f"trusted: all {len(self.tests)} tests of fit hold"
+        reasons = "; ".join(
+            f"{test.name} ({test.value:.4g} against {test.threshold:.4g}): {test.meaning}"
+            for test in failed
+        )
+        return f"not trusted: {len(failed)} of {len(self.tests)} tests of fit fail: {reasons}"
+
+    @property
+    def _instead(self) -> str:
+        """What stands in for a twin that is not trusted, and what the twin says."""
+        if math.isnan(self.standard_error):
+            return (
+                "deployed alone, an arm overloads a server, so that there is no finite effect to "
+                "estimate"
+            )
+        return (
+            f"the value is the twin's corrected by Differences-in-Q, which {self.fallback.meaning};"
+            f" the twin alone says {self.twin_value:.6g}, standard error "
+            f"{self.twin_standard_error:.3g}"
+        )
+
+    def __repr__(self) -> str:
+        said = f"{Estimate.__repr__(self)}\n{self.verdict}"
+        return said if self.trusted else f"{said}\n{self._instead}"
+
+    def _repr_html_(self) -> str:
+        said = self.verdict if self.trusted else f"{self.verdict}; {self._instead}"
+        rows = "".join(
+            f"<tr><td>{escape(test.name)}</td><td>{test.value:.4g}</td>"
+            f"<td>{test.threshold:.4g}</td><td>{'holds' if test.passed else 'fails'}</td>"
+            f"<td>{escape(test.meaning)}</td></tr>"
+            for test in self.tests
+        )
+        names = ("test of fit", "value", "threshold", "outcome", "what it says")
+        head = "".join(f"<th>{name}</th>" for name in names)
+        return (
+            f"{Estimate._repr_html_(self)}<p>{escape(said[0].upper() + said[1:])}.</p>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The estimate
+# --------------------------------------------------------------------------------------------------
+
+
+def log_twin(
+    log: TaskLog,
+    control: Policy,
+    treatment: Policy,
+    n_servers: int | None = None,
+    seed: Seed = 0,
+    *,
+    level: float = 0.95,
+) -> LogTwin:
+    """Estimate the effect of full deployment from a twin of the log: rebuilt, fitted and tested.
+
+    Parameters
+    ----------
+    log : TaskLog
+        Of a Bernoulli experiment, or from outside, with the column ``server``. Where it has
+        ``candidates`` (of policies that they determine: power of d, shortest expected delay, round
+        robin) or ``service_time`` they are used: for the delays, and for sharper tests.
+    control, treatment : Policy
+        The policies that routed the log's control and treated tasks.
+    n_servers : int, optional
+        Number of servers. By default the log's, else those that the log names.
+    seed : int or tuple of int, default 0
+        Draws candidates and permutations; the same seed gives the same answer.
+    level : float, default 0.95
+        Confidence level.
+
+    Returns
+    -------
+    LogTwin
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; if the log is of another design, has no servers, is too short or
+        has (nearly) one arm only; or if its servers are neither FCFS nor share their effort.
+
+    Warns
+    -----
+    UserWarning
+        If the number of servers is taken from the servers named; and for what makes intervals
+        doubtful, see `trust.doubts`.
+
+    Notes
+    -----
+    **Rebuild.** With ``P_i`` the departure of the task ahead of task i at its server and b the
+    dispatch delay, a FCFS server has spent ``S_i = D_i - max(A_i + b, P_i)`` on it. Where more than
+    one task in a thousand leaves before the one ahead, servers are taken to share their effort, and
+    ``S_i`` is the integral of one over the number of tasks there.
+
+    **Fit.** Each server has a rate of its own if their mean service times differ by more than
+    chance explains. Let M be the means and log standard deviations of the response in either arm
+    and its quantiles 0.02, 0.1, 0.5 and 0.95, and V twice the covariance of M from 24 batches: the
+    twin, run at the log's own arrivals, arms and requirements with candidates drawn anew, has the
+    misfit ``J = (M_twin - M)' V**-1 (M_twin - M)``. V is too large for a difference of two runs
+    that share so much, so J is below chi-square with 8 degrees of freedom. Where it is above the
+    95 % point, dispatch and information delay are chosen to make it least. A log with candidates
+    shows the delays directly: the twin's choices must be the log's. The dispatcher is taken not to
+    count what it has sent and does not see yet; one that does has a shorter information delay.
+    Without candidates a policy that is somewhat wrong may pass as a delay: a third sampled server
+    taken for four is matched by one.
+
+    **Tests.** See `LogTwin.tests`: the misfit; whether requirements depend on the queue joined, the
+    arm or the requirement before; the load of each server under either arm alone.
+
+    **Estimate and its error.** The effect is the mean over four passes of the mean response with
+    everybody treated minus that with nobody treated: first in the log's own order, then with 20
+    blocks of gaps between arrivals permuted, 20 blocks of requirements permuted apart from them,
+    and candidates drawn anew. Passes share the log's gaps and requirements, so more of them bring
+    the error down to what these leave and no further. To first order a block's difference is the
+    sum of an effect of its gaps, one of its requirements, and one of their pairing and candidates;
+    with T the variance of the differences, and V_g and V_r those of their means over all passes by
+    block of gaps and by block of requirements, the mean over K passes of B blocks has the variance
+    ``(V_g + V_r - T/K)/B``, that of clusters crossed in two ways. For delays found by the misfit a
+    term of the delta method is added. Degrees of freedom: 19.
+
+    Permuted blocks keep what an arrival rate does within a block, a cycle's rise and fall included;
+    its phase jumps at 19 places, where queues take a moment to follow. That is harmless while
+    queues forget within much less than a block. Gaps and requirements are permuted apart, so
+    requirements that rise with the arrival rate would lose that: they show in the test of
+    requirements against queues.
+
+    The requirements stand for their law. One whose largest values the log happens to lack is
+    rebuilt without them: with heavy tails the value is too close to zero more often than not, and
+    its standard error too small.
+
+    References
+    ----------
+    C. Cameron, J. Gelbach, D. Miller, Robust inference with multiway clustering, 2011.
+
+    Examples
+    --------
+    >>> import qdq
+    >>> one, two = qdq.PowerOfD(1), qdq.PowerOfD(2)
+    >>> scenario = qdq.Scenario(n_servers=2, control=one, treatment=two)
+    >>> log = qdq.simulate(scenario, qdq.Bernoulli(0.5), n_tasks=50_000, seed=1)
+    >>> twin = qdq.log_twin(log, one, two)
+    >>> twin.trusted, twin.low < qdq.true_effect(scenario).value < twin.high
+    (True, True)
+    """
+    level = validation.number("level", level, "strictly between 0 and 1", above=0.0, below=1.0)
+    servers = _servers(log, n_servers)
+    fit = _Fit(log, *servers, control, treatment, seed_sequence(seed))
+    delays = _delays(fit)
+    twin = fit.run(delays)
+
+    passes = _passes(fit, delays)
+    value = float(passes.difference.mean())
+    variance = _crossed_variance(passes) + _variance_from_delays(fit, delays)
+    error = math.sqrt(variance)
+    by_queue, tests = _tests(fit, delays, twin, passes.loads)
+    trusted = all(test.passed for test in tests)
+    fallback = _fallback(fit, delays, twin, value, error)
+    scenario = fit.scenario(delays)
+    overloaded = max(map(np.max, passes.loads)) >= 1.0
+    then = (math.nan, math.nan) if overloaded else fallback[:2]
+    result = LogTwin(
+        method="log_twin",
+        value=value if trusted else then[0],
+        standard_error=error if trusted else then[1],
+        level=level,
+        degrees_of_freedom=_BLOCKS - 1 if trusted else fallback.degrees_of_freedom,
+        n_used=fit.stop - fit.first,
+        variance="batch_means",
+        trusted=trusted,
+        twin_value=value,
+        twin_standard_error=error,
+        scenario=scenario.replace(allow_unstable=scenario.load >= 1.0),
+        tests=tests,
+        moments=fit.compared(twin.response),
+        loads=passes.loads,
+        by_queue=by_queue,
+        fallback=fallback,
+    )
+    for doubt in trust.doubts(log, [result]):
+        warnings.warn(doubt, UserWarning, stacklevel=2)
+    return result
+
+
+# --------------------------------------------------------------------------------------------------
+# Rebuilding the log
+# --------------------------------------------------------------------------------------------------
+
+
+def _servers(log: TaskLog, n_servers: int | None) -> tuple[NDArray[np.int32], int]:
+    """Check the log, and return the server of each task and the number of servers."""
+    if not isinstance(log, TaskLog):
+        raise TypeError(f"log is a {type(log).__name__}: it must be a TaskLog")
+    if not trust.by_task(log):
+        origin = "one with the column period, a switchback"
+        if log.design is not None:
+            origin = f"of design {log.design!r}"
+        raise ValueError(f"log_twin needs a log of design Bernoulli, and this one is {origin}")
+    if log.server is None:
+        raise ValueError(
+            "the log has no column server: log_twin needs it to rebuild what each task asked of "
+            "its server"
+        )
+    treated = int(np.count_nonzero(log.treated))
+    if treated in (0, log.n_tasks):
+        raise ValueError(
+            f"{treated} of the log's {log.n_tasks} tasks are treated: log_twin needs both arms"
+        )
+    most = int(log.server.max()) + 1
+    if log.candidates is not None:
+        most = max(most, int(log.candidates.max()) + 1)
+    if n_servers is None:
+        n_servers = log.n_servers
+    if n_servers is not None:
+        right = f"an integer >= {most}, as the log names server {most - 1}"
+        return log.server, validation.integer("n_servers", n_servers, right, at_least=most)
+    warnings.warn(
+        f"n_servers=None, and the log does not say how many there are: the {most} servers from 0 "
+        f"to {most - 1} are taken for all",
+        UserWarning,
+        stacklevel=3,
+    )
+    return log.server, most
+
+
+class _Delays(NamedTuple):
+    """Delays in the log's unit of time, and whether each was found by the misfit."""
+
+    dispatch: float
+    information: float
+    fitted: tuple[bool, bool] = (False, False)
+
+
+class _Run(NamedTuple):
+    """What a run of the twin leaves: response time and server of each task."""
+
+    response: NDArray[np.float64]
+    server: NDArray[np.int32]
+
+
+class _Service(NamedTuple):
+    """Rebuilt service times, the rates of the servers and each server's mean."""
+
+    time: NDArray[np.float64]
+    rates: NDArray[np.float64]
+    means: NDArray[np.float64]
+
+
+class _Fit:
+    """The log, and the twin as a function of its two delays."""
+
+    def __init__(
+        self,
+        log: TaskLog,
+        server: NDArray[np.int32],
+        n_servers: int,
+        control: Policy,
+        treatment: Policy,
+        stream: np.random.SeedSequence,
+    ) -> None:
+        self.log, self.server, self.n_servers = log, server, n_servers
+        self.control, self.treatment = control, treatment
+        # Others break ties by numbers that no log holds.
+        told = all(isinstance(policy, (PowerOfD, RoundRobin)) for policy in (control, treatment))
+        self.candidates = log.candidates if told else None
+        # The first draws the candidates of all runs as the log was, so that they can be compared.
+        self.streams = stream.spawn(_PASSES + 1)
+        n = log.n_tasks
+        self.first = max(log.first_counted, 1, min(_FIRST, int(n * _FIRST_SHARE)))
+        self.stop = n - min(_LAST, int(n * _LAST_SHARE))
+        self._check_length()
+        self._services: dict[float, _Service] = {}
+        self._scenarios: dict[float, Scenario] = {}
+        self._log_moments: dict[int, NDArray[np.float64]] = {}
+        self.discipline = FCFS
+        overtaken = float(np.mean(self._start(0.0) > log.departure))
+        if overtaken > _MOST_OVERTAKEN:
+            self.discipline = PROCESSOR_SHARING
+            self._check_sharing(overtaken)
+        self.unit = float(np.mean(self.service(0.0).time))
+        self.scenario(_Delays(0.0, 0.0))  # refuses what are no policies
+
+    def _check_length(self) -> None:
+        counted = self.stop - self.first
+        arms = [self.log.treated[part] for part in self.batches] if counted > 0 else []
+        fewest = min((min(np.sum(arm), np.sum(~arm)) for arm in arms), default=0)
+        if counted < _BATCHES * _TASKS_A_BATCH or fewest < _TASKS_OF_AN_ARM_A_BATCH:
+            raise ValueError(
+                f"the log's {self.log.n_tasks} tasks are too few: log_twin needs "
+                f"{_BATCHES * _TASKS_A_BATCH} between the ends that it leaves out, and in each of "
+                f"{_BATCHES} stretches of them {_TASKS_OF_AN_ARM_A_BATCH} of either arm; it has "
+                f"{max(counted, 0)}, and {fewest} in one stretch"
+            )
+        if self.log.arrival[-1] == self.log.arrival[0]:
+            raise ValueError("all arrivals are at the same time: log_twin needs a rate")
+
+    @property
+    def counted(self) -> slice:
+        """The tasks that enter means and tests."""
+        return slice(self.first, self.stop)
+
+    @property
+    def batches(self) -> list[slice]:
+        """The stretches of the counted tasks that tell how moments vary."""
+        edges = np.linspace(self.first, self.stop, _BATCHES + 1).astype(np.int64)
+        return [slice(a, b) for a, b in pairwise(edges)]
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _start(self, dispatch: float) -> NDArray[np.float64]:
+        """Start of service at FCFS servers."""
+        log = self.log
+        free = np.full(self.n_servers, -np.inf)
+        np.maximum.at(free, log.carried_over[:, 0].astype(np.int64), log.carried_over[:, 2])
+        start: NDArray[np.float64] = kernels.start_of_service(
+            log.arrival, log.departure, self.server, dispatch, free
+        )
+        return start
+
+    def _shared(self) -> NDArray[np.float64]:
+        """Service times at servers that share their effort."""
+        log = self.log
+        there = log.carried_over[log.carried_over[:, 2] > log.arrival[0]]
+        departure = np.concatenate((there[:, 2], log.departure))
+        service: NDArray[np.float64] = kernels.service_under_sharing(
+            np.concatenate((np.full(len(there), log.arrival[0]), log.arrival)),
+            departure,
+            np.concatenate((there[:, 0].astype(np.int32), self.server)),
+            np.argsort(departure, kind="stable"),
+            self.n_servers,
+        )
+        return service[len(there) :]
+
+    def _check_sharing(self, overtaken: float) -> None:
+        relative = self.relative(0.0)[self.counted]
+        correlation = _correlation(relative, self.queue_at_joining(0.0)[self.counted])
+        if abs(correlation) > _MOST_UNLIKE_SHARING + _MOST_T / math.sqrt(relative.size):
+            raise ValueError(
+                f"the log's servers are neither FCFS ({100 * overtaken:.2g} % of the tasks leave "
+                "before the one ahead of them) nor do they share their effort (the requirements "
+                f"that this implies have a correlation of {correlation:+.2f} with the tasks met): "
+                "log_twin has no model of them"
+            )
+
+    def service(self, dispatch: float) -> _Service:
+        """Return the service times rebuilt with a dispatch delay, and what servers differ in."""
+        if dispatch not in self._services:
+            if self.discipline == FCFS:
+                time = np.maximum(self.log.departure - self._start(dispatch), 0.0)
+            else:
+                time = self._shared()
+            self._services[dispatch] = _Service(time, *self._rates(time))
+        return self._services[dispatch]
+
+    def _rates(self, time: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        count = np.bincount(self.server, minlength=self.n_servers)
+        total = np.bincount(self.server, time, minlength=self.n_servers)
+        pooled = float(np.mean(time))
+        if pooled == 0.0:
+            raise ValueError("all rebuilt service times are zero: log_twin needs work to be done")
+        means = np.where(total > 0.0, total / np.maximum(count, 1), pooled)
+        # With equal counts, the sd of the means over that of the times times sqrt(N/n).
+        spread = math.sqrt(float(np.mean(count * (means - pooled) ** 2)))
+        differ = spread > _UNEQUAL_RATES * float(np.std(time))
+        rates = 1.0 / means if differ else np.full(self.n_servers, 1.0 / pooled)
+        return rates, means
+
+    def relative(self, dispatch: float) -> NDArray[np.float64]:
+        """Return service times over the mean of the server."""
+        service = self.service(dispatch)
+        return service.time / service.means[self.server]
+
+    def queue_at_joining(self, dispatch: float) -> NDArray[np.int64]:
+        """Count the logged tasks that each task finds at its server when it gets there."""
+        log = self.log
+        found = np.empty(log.n_tasks, np.int64)
+        order = np.argsort(self.server, kind="stable")
+        ends = np.cumsum(np.bincount(self.server, minlength=self.n_servers))
+        for mine in np.split(order, ends[:-1]):
+            gone = np.searchsorted(
+                np.sort(log.departure[mine]), log.arrival[mine] + dispatch, side="right"
+            )
+            found[mine] = np.maximum(np.arange(mine.size) - gone, 0)
+        return found
+
+    # ----------------------------------------------------------------------------------------------
+
+    def scenario(self, delays: _Delays) -> Scenario:
+        """Return the system with some delays."""
+        if delays.dispatch not in self._scenarios:
+            if self.discipline != FCFS:
+                raise ValueError(
+                    "the log's servers share their effort among their tasks, and Scenario has FCFS "
+                    "servers only: log_twin cannot run a twin of them"
+                )
+            service = self.service(delays.dispatch)
+            equal = np.ptp(service.rates) == 0.0
+            self._scenarios[delays.dispatch] = Scenario(
+                n_servers=self.n_servers,
+                arrivals=ArrivalTrace(self.log.arrival),
+                service=ServiceTrace(service.time * service.rates[self.server]),
+                service_rates=float(service.rates[0]) if equal else service.rates.tolist(),
+                dispatch_delay=delays.dispatch,
+                control=self.control,
+                treatment=self.treatment,
+                allow_unstable=True,
+            )
+        scenario = self._scenarios[delays.dispatch]
+        return scenario.replace(information_delay=delays.information)
+
+    def run(self, delays: _Delays, treated: bool | None = None, stop: int | None = None) -> _Run:
+        """Run the twin in the log's own order: as the log was, up to some task, or with one arm."""
+        scenario, candidates = self.scenario(delays), self.candidates
+        if treated is None and candidates is not None and self.discipline == FCFS:
+            return self._run_on(scenario, stop)
+        arms = self.log.treated[:stop] if treated is None else np.full(self.stop, treated)
+        if candidates is not None:
+            candidates = candidates[: arms.size]
+        return _Run(*run_traces(scenario, arms, self.streams[0], candidates))
+
+    def _run_on(self, scenario: Scenario, stop: int | None) -> _Run:
+        """Run the twin as the log was, from the log's own state before the counted tasks.
+
+        With the log's candidates nothing else is left to chance. From another state the twin would
+        never again be in the log's: at high load one task more or less changes all later choices.
+        """
+        log, first = self.log, self.first
+        assert self.candidates is not None
+        time = self.service(scenario.dispatch_delay).time
+        ahead, rest = slice(0, first), slice(first, stop)
+        before = TaskLog(
+            arrival=log.arrival[ahead],
+            departure=log.departure[ahead],
+            treated=log.treated[ahead],
+            server=self.server[ahead],
+            service_time=time[ahead],
+        )
+        requirements = np.asarray(scenario.service.requirements)  # type: ignore[union-attr]
+        response, server = run_traces(
+            scenario.replace(
+                arrivals=ArrivalTrace(log.arrival[rest]), service=ServiceTrace(requirements[rest])
+            ),
+            log.treated[rest],
+            self.streams[0],
+            self.candidates[rest],
+            before,
+        )
+        return _Run(
+            np.concatenate((log.response_time[ahead], response)),
+            np.concatenate((self.server[ahead], server)),
+        )
+
+    def effect(self, delays: _Delays) -> float:
+        """Return the effect in the log's own order."""
+        one, zero = (self.run(delays, arm).response[self.counted] for arm in (True, False))
+        return float(np.mean(one - zero))
+
+    def agreement(self, run: _Run) -> float:
+        """Return the share of the tasks that go where they went in the log."""
+        part = slice(self.first, min(run.server.size, self.stop))
+        return float(np.mean(run.server[part] == self.server[part]))
+
+    # ----------------------------------------------------------------------------------------------
+
+    def moments_of(self, response: NDArray[np.float64], part: slice) -> NDArray[np.float64]:
+        """Return the moments of some tasks' response, in mean service times."""
+        values, treated = response[part] / self.unit, self.log.treated[part]
+        arms = values[treated], values[~treated]
+        spreads = [math.log(max(float(np.std(arm)), _LEAST_SD)) for arm in arms]
+        means = [float(np.mean(arm)) for arm in arms]
+        return np.array([*means, *spreads, *np.quantile(values, _QUANTILES)])
+
+    def _covariance(self, response: NDArray[np.float64]) -> NDArray[np.float64]:
+        batches = [self.moments_of(response, part) for part in self.batches]
+        covariance: NDArray[np.float64] = np.cov(np.array(batches).T) / _BATCHES
+        return covariance
+
+    def log_moments_to(self, stop: int) -> NDArray[np.float64]:
+        """Return the moments of the log up to some task."""
+        if stop not in self._log_moments:
+            part = slice(self.first, stop)
+            self._log_moments[stop] = self.moments_of(self.log.response_time, part)
+        return self._log_moments[stop]
+
+    @property
+    def log_moments(self) -> NDArray[np.float64]:
+        """Moments of the log."""
+        return self.log_moments_to(self.stop)
+
+    @cached_property
+    def log_covariance(self) -> NDArray[np.float64]:
+        """Their covariance."""
+        return self._covariance(self.log.response_time)
+
+    @cached_property
+    def weights(self) -> NDArray[np.float64]:
+        """Inverse of V, as in `log_twin`."""
+        v = 2.0 * self.log_covariance
+        v = (1.0 - _SHRINKAGE) * v + _SHRINKAGE * np.diag(np.diag(v))
+        allowed = _RELATIVE * np.maximum(np.abs(self.log_moments), _LEAST)
+        return np.asarray(np.linalg.inv(v + np.diag(allowed**2)), np.float64)
+
+    def misfit(self, response: NDArray[np.float64]) -> float:
+        """Return J of a run as the log was, maybe of its first tasks only."""
+        stop = min(response.size, self.stop)
+        apart = self.moments_of(response, slice(self.first, stop)) - self.log_moments_to(stop)
+        return float(apart @ self.weights @ apart)
+
+    def compared(self, response: NDArray[np.float64]) -> tuple[Moment, ...]:
+        """Return the moments of log and twin in the log's unit, standard deviations as such."""
+        columns = []
+        for moments, covariance in (
+            (self.log_moments, self.log_covariance),
+            (self.moments_of(response, self.counted), self._covariance(response)),
+        ):
+            scale = np.full(moments.size, self.unit)
+            scale[2:4] *= np.exp(moments[2:4])
+            shown = np.where(np.arange(moments.size) // 2 == 1, scale, moments * scale)
+            columns += [shown, np.sqrt(np.diag(covariance)) * scale]
+        return tuple(
+            Moment(name, *map(float, row)) for name, *row in zip(_MOMENTS, *columns, strict=True)
+        )
+
+
+def _correlation(x: NDArray[np.float64], y: NDArray[np.float64] | NDArray[np.int64]) -> float:
+    """Return the correlation, zero if one of the two is constant."""
+    x, y = x - x.mean(), y - y.mean()
+    square = float(x @ x) * float(y @ y)
+    return float(x @ y) / math.sqrt(square) if square > 0.0 else 0.0
+
+
+# --------------------------------------------------------------------------------------------------
+# Delays
+# --------------------------------------------------------------------------------------------------
+
+
+def _delays(fit: _Fit) -> _Delays:
+    """Find the delays between dispatcher and servers, none where none are needed."""
+    none = _Delays(0.0, 0.0)
+    if fit.discipline != FCFS:
+        return none
+    log = fit.log
+    dispatch = None
+    if log.service_time is not None:
+        # A task that met an idle server has waited for nothing else.
+        start = fit._start(0.0)
+        idle = start == log.arrival
+        if idle.any():
+            late = float(np.median((log.departure - log.service_time - start)[idle]))
+            dispatch = late if late > _NO_DELAY * fit.unit else 0.0
+            none = none._replace(dispatch=dispatch)
+    run = fit.run(none)
+    if fit.candidates is not None:
+        if fit.agreement(run) > _LEAST_AGREEMENT:
+            return none
+
+        def cost(delays: _Delays, stop: int | None = None) -> float:
+            return 1.0 - fit.agreement(fit.run(delays, stop=stop))
+    else:
+        if fit.misfit(run.response) <= _chi_square(len(_MOMENTS), _SEARCH_FROM):
+            return none
+
+        def cost(delays: _Delays, stop: int | None = None) -> float:
+            return fit.misfit(fit.run(delays, stop=stop).response)
+
+    last = _LAST_STEPS if fit.candidates is None else _LAST_STEPS_BY_CHOICES
+    few = fit.first + max((fit.stop - fit.first) // 4, min(_COARSE_TASKS, fit.stop - fit.first))
+    found = _search(
+        cost,
+        lambda delays: cost(delays, few),
+        dispatch,
+        float(log.response_time.min()),
+        fit.unit,
+        last,
+    )
+    if fit.candidates is None:
+        free = 2 if dispatch is None else 1
+        # More parameters always fit better: by that much without being there.
+        if cost(none) - cost(found) < _chi_square(free, _SEARCH_FROM):
+            return none
+        found = found._replace(fitted=(dispatch is None, True))
+    return found
+
+
+def _search(
+    cost: Callable[[_Delays], float],
+    coarse: Callable[[_Delays], float],
+    dispatch: float | None,
+    most: float,
+    unit: float,
+    last: tuple[float, float],
+) -> _Delays:
+    """Find the delays of least cost, on a grid by a coarse cost, and from there in smaller steps.
+
+    A dispatch delay that is not given is sought up to `most`, the shortest response: no task can
+    have been on its way for longer.
+    """
+    known: dict[_Delays, float] = {}
+
+    def cost_at(share: float, information: float) -> float:
+        delays = at(share, information)
+        if delays not in known:
+            known[delays] = cost(delays)
+        return known[delays]
+
+    def at(share: float, information: float) -> _Delays:
+        return _Delays(share * most if dispatch is None else dispatch, information * unit)
+
+    shares = _DISPATCHES if dispatch is None else (0.0,)
+    best = min(((s, i) for s in shares for i in _INFORMATION), key=lambda p: coarse(at(*p)))
+    steps = list(_STEPS)
+    moving = [axis for axis in (0, 1) if axis == 1 or dispatch is None]
+    while any(steps[axis] >= last[axis] for axis in moving):
+        stays = True
+        for axis in moving:
+            for step in (steps[axis], -steps[axis]):
+                point = list(best)
+                # Rounded, so that a step back ends where it began, and at zero exactly.
+                point[axis] = round(max(point[axis] + step, 0.0), 6)
+                point[0] = min(point[0], 1.0)
+                if cost_at(*point) < cost_at(*best):
+                    best, stays = (point[0], point[1]), False
+        if stays:
+            steps = [step / 2.0 for step in steps]
+    return at(*best)
+
+
+def _variance_from_delays(fit: _Fit, delays: _Delays) -> float:
+    """Return what the error of fitted delays adds to the variance of the effect.
+
+    With G and h the derivatives of the moments and of the effect, the delays that make J least have
+    the covariance (G' V^-1 G)^-1, and the effect h' (G' V^-1 G)^-1 h from it.
+    """
+    most = float(fit.log.response_time.min())
+    of_moments, of_effect = [], []
+    for axis, fitted in enumerate(delays.fitted):
+        if not fitted:
+            continue
+        here = (delays.dispatch, delays.information)[axis]
+        step = _DERIVATIVE_STEP * fit.unit
+        ends = [max(here - step, 0.0), min(here + step, most) if axis == 0 else here + step]
+        if ends[1] <= ends[0]:
+            continue
+        sides = [
+            delays._replace(dispatch=end) if axis == 0 else delays._replace(information=end)
+            for end in ends
+        ]
+        width = ends[1] - ends[0]
+        moments = [fit.moments_of(fit.run(side).response, fit.counted) for side in sides]
+        of_moments.append((moments[1] - moments[0]) / width)
+        of_effect.append((fit.effect(sides[1]) - fit.effect(sides[0])) / width)
+    if not of_moments:
+        return 0.0
+    g, h = np.array(of_moments).T, np.array(of_effect)
+    return float(h @ np.linalg.pinv(g.T @ fit.weights @ g, hermitian=True) @ h)
+
+
+# --------------------------------------------------------------------------------------------------
+# Passes under either arm
+# --------------------------------------------------------------------------------------------------
+
+
+class _Passes(NamedTuple):
+    """Mean difference between the arms by pass and block, and which blocks met there."""
+
+    difference: NDArray[np.float64]  # (K, B)
+    gaps: NDArray[np.int64]  # (K, B) block of gaps at each place
+    requirements: NDArray[np.int64]  # (K, B)
+    loads: Loads
+
+
+def _passes(fit: _Fit, delays: _Delays) -> _Passes:
+    """Run the twin under either arm, in the log's order and in others."""
+    scenario = fit.scenario(delays)
+    size = (fit.stop - fit.first) // _BLOCKS
+    start = fit.stop - size * _BLOCKS
+    arrival = fit.log.arrival[: fit.stop]
+    requirement = np.asarray(scenario.service.requirements)[: fit.stop]  # type: ignore[union-attr]
+    gap = np.diff(arrival, prepend=arrival[0])
+    span = float(arrival[-1] - arrival[start - 1])
+
+    def in_order(values: NDArray[np.float64], blocks: NDArray[np.int64]) -> NDArray[np.float64]:
+        rows = values[start:].reshape(_BLOCKS, size)[blocks]
+        return np.concatenate((values[:start], rows.ravel()))
+
+    differences, orders, works = [], [], []
+    for k, stream in enumerate(fit.streams[1:]):
+        if k == 0:
+            order = np.tile(np.arange(_BLOCKS), (2, 1))
+            changed = scenario
+            runs = [fit.run(delays, arm) for arm in (False, True)]
+        else:
+            draw = np.random.Generator(np.random.Philox(stream.spawn(1)[0]))
+            order = np.array([draw.permutation(_BLOCKS) for _ in range(2)])
+            changed = scenario.replace(
+                arrivals=ArrivalTrace(arrival[0] + np.cumsum(in_order(gap, order[0]))),
+                service=ServiceTrace(in_order(requirement, order[1])),
+            )
+            arms = (np.full(fit.stop, arm) for arm in (False, True))
+            runs = [_Run(*run_traces(changed, arm, stream)) for arm in arms]
+        work = np.asarray(changed.service.requirements)[start : fit.stop]  # type: ignore[union-attr]
+        works.append([_work_at_servers(run.server[start:], work, fit.n_servers) for run in runs])
+        difference = (runs[1].response - runs[0].response)[start:]
+        differences.append(difference.reshape(_BLOCKS, size).mean(axis=1))
+        orders.append(order)
+    gaps, requirements = np.array(orders).transpose(1, 0, 2)
+    control, treatment = np.mean(works, axis=0) / span / scenario.rates
+    return _Passes(np.array(differences), gaps, requirements, Loads(control, treatment))
+
+
+def _work_at_servers(
+    server: NDArray[np.int32], requirement: NDArray[np.float64], n_servers: int
+) -> NDArray[np.float64]:
+    return np.bincount(server, requirement, minlength=n_servers).astype(np.float64)
+
+
+def _crossed_variance(passes: _Passes) -> float:
+    """Return the variance of the mean difference, from blocks of gaps and of requirements.
+
+    See `log_twin`. The part of pairing and candidates alone is T/K, and the other two are no less
+    than zero: so the whole is at least that.
+    """
+    apart = passes.difference - passes.difference.mean()
+    k, b = apart.shape
+    within = apart - apart.mean(axis=1, keepdims=True)
+    total = float(np.sum(within**2) / (k * (b - 1)))
+
+    def of_means(blocks: NDArray[np.int64]) -> float:
+        means = np.bincount(blocks.ravel(), apart.ravel(), minlength=b) / k
+        return float(np.sum(means**2) / (b - 1))
+
+    crossed = of_means(passes.gaps) + of_means(passes.requirements) - total / k
+    return float(max(crossed, total / k) / b)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tests of fit
+# --------------------------------------------------------------------------------------------------
+
+
+def _chi_square(degrees: int, probability: float) -> float:
+    """Return what a chi-square variable exceeds with a probability."""
+    from scipy.special import chdtri  # here, so that importing qdq stays quick
+
+    return float(chdtri(degrees, probability))
+
+
+def _tests(
+    fit: _Fit, delays: _Delays, twin: _Run, loads: Loads
+) -> tuple[ByQueue, tuple[FitTest, ...]]:
+    """Test the fit, and return requirements by queue length too."""
+    relative = fit.relative(delays.dispatch)
+    queue = fit.queue_at_joining(delays.dispatch)[fit.counted]
+    tests = [
+        _test_of(
+            "moments",
+            fit.misfit(twin.response),
+            _chi_square(len(_MOMENTS), _DISTRUST_FROM),
+            "the twin, run as the log was, has {} response times",
+            ("the log's", "other"),
+        ),
+        *_tests_of_requirements(fit, relative, queue),
+        _test_of_load(loads),
+        *_tests_of_columns(fit, delays, twin),
+    ]
+    return _by_queue(queue, relative[fit.counted]), tuple(tests)
+
+
+def _test_of(
+    name: str,
+    value: float,
+    threshold: float,
+    meaning: str,
+    words: tuple[str, str],
+    *,
+    at_least: bool = False,
+) -> FitTest:
+    """Return a test with what its outcome means: `words` if it holds and if it fails."""
+    passed = value > threshold if at_least else abs(value) <= threshold
+    return FitTest(name, value, threshold, passed, meaning.format(words[0 if passed else 1]))
+
+
+def _tests_of_requirements(
+    fit: _Fit, relative: NDArray[np.float64], queue: NDArray[np.int64]
+) -> Iterator[FitTest]:
+    mine = relative[fit.counted]
+    if float(np.std(mine)) < _EQUAL_SERVICE:
+        return
+    before = relative[fit.first - 1 : fit.stop - 1]
+    for name, other, what in (
+        ("requirement_and_queue", queue, "the queue that the task joins"),
+        ("requirement_and_arm", fit.log.treated[fit.counted].astype(np.float64), "the arm"),
+        ("requirement_and_previous", before, "that of the task before"),
+    ):
+        t = _correlation(mine, other) * math.sqrt(mine.size)
+        meaning = f"what a task asks of its server {{}} on {what}"
+        yield _test_of(name, t, _MOST_T, meaning, ("does not depend", "depends"))
+
+
+def _test_of_load(loads: Loads) -> FitTest:
+    at = [int(np.argmax(arm)) for arm in loads]
+    arm = max((0, 1), key=lambda k: loads[k][at[k]])
+    value = float(loads[arm][at[arm]])
+    deployed = f"server {at[arm]} under {Loads._fields[arm]} alone, the busiest of all, "
+    if value >= 1.0:
+        deployed += "gets more work than it can do: there is no steady state"
+    else:
+        deployed += "{}"
+    words = ("has room to spare", "is too close to being overloaded")
+    return _test_of("load", value, MOST_LOAD, deployed, words)
+
+
+def _tests_of_columns(fit: _Fit, delays: _Delays, twin: _Run) -> Iterator[FitTest]:
+    log = fit.log
+    spread = float(np.std(log.response_time[fit.counted])) or 1.0
+    if log.service_time is not None:
+        apart = (log.service_time - fit.service(delays.dispatch).time)[fit.counted]
+        meaning = "service times rebuilt from departures {} those logged"
+        ratio = float(np.std(apart)) / spread
+        yield _test_of("service_times", ratio, _MOST_APART, meaning, ("are", "are not"))
+    if fit.candidates is not None:
+        apart = (log.response_time - twin.response)[fit.counted]
+        meaning = "with the log's candidates, tasks of the twin {} response times"
+        ratio = float(np.std(apart)) / spread
+        words = ("have the log's", "have other")
+        yield _test_of("responses", ratio, _MOST_APART, meaning, words)
+        yield _test_of(
+            "choices",
+            fit.agreement(twin),
+            _LEAST_AGREEMENT,
+            "with the log's candidates, the policies send tasks {} they went",
+            ("where", "elsewhere than"),
+            at_least=True,
+        )
+
+
+def _by_queue(queue: NDArray[np.int64], relative: NDArray[np.float64]) -> ByQueue:
+    count, total, squares = (
+        np.bincount(queue, weights) for weights in (None, relative, relative**2)
+    )
+    length = np.flatnonzero(count >= _FEWEST_OF_A_LENGTH)
+    count, total, squares = count[length], total[length], squares[length]
+    mean = total / count
+    variance = np.maximum(squares / count - mean**2, 0.0) / (count - 1)
+    return ByQueue(length, mean, np.sqrt(variance))
+
+
+# --------------------------------------------------------------------------------------------------
+# Where the twin is not trusted
+# --------------------------------------------------------------------------------------------------
+
+
+def _fallback(fit: _Fit, delays: _Delays, twin: _Run, value: float, error: float) -> Fallback:
+    """Correct the twin's effect by the difference in DQ between the log and the twin.
+
+    The truncated sums of both have the same windows and arms, and DQ is linear in the response: so
+    that difference is the DQ of response less that of the twin, and has the error of that. A
+    constant, which group means do not see, keeps it positive.
+    """
+    log = fit.log
+    rate = (log.n_tasks - 1) / float(log.arrival[-1] - log.arrival[0])
+    longest = (fit.stop - fit.first) // (2 * _BLOCKS)
+    mean = float(np.mean(fit.service(delays.dispatch).time))
+    horizon = max(1, min(int(30.0 * rate * mean), longest))
+    apart = log.departure + (float(twin.response.max()) - twin.response)
+    with warnings.catch_warnings():
+        # What is doubtful about the log is said once, of the result.
+        warnings.simplefilter("ignore", UserWarning)
+        of_log, correction = (
+            dq_response(
+                TaskLog(
+                    arrival=log.arrival, departure=departure, treated=log.treated, skip=log.skip
+                ),
+                horizon=horizon,
+            )
+            for departure in (log.departure, apart)
+        )
+    return Fallback(
+        value=value + correction.value,
+        standard_error=math.hypot(error, correction.standard_error),
+        degrees_of_freedom=min(_BLOCKS - 1, correction.degrees_of_freedom),
+        dq_log=of_log.value,
+        dq_twin=of_log.value - correction.value,
+        horizon=horizon,
+    )
