@@ -233,7 +233,6 @@ def test_nothing_is_missing_or_comes_from_elsewhere(
     opened: Opened, html: Path, anchors: dict[Path, set[str]]
 ) -> None:
     page = opened.look()
-    page.wait_for_load_state("networkidle")
     assert opened.faults == []
     assert page.evaluate(CONTENT_FAULTS) == []
     for link in page.evaluate(LINKS):

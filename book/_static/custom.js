@@ -25,5 +25,8 @@
     for (const box of document.querySelectorAll(`.bd-article :is(${boxes})`)) {
       observer.observe(box);
     }
+    for (const entry of document.querySelectorAll("[role=doc-biblioentry]")) {
+      entry.role = "listitem"; // the other is deprecated
+    }
   });
 }
