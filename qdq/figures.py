@@ -2,7 +2,8 @@
 
 The ground is opaque white, also where the page is dark. Colours are those of Okabe and Ito, which
 people with any of the common colour vision deficiencies can tell apart, and three darker ones for
-the methods beside those of `estimate`; markers repeat the distinction. Figures are narrow and their type is large, so that they can be read on a phone.
+the methods beside those of `estimate`; markers repeat the distinction. Figures are narrow and their
+type is large, so that they can be read on a phone.
 """
 
 from __future__ import annotations
