@@ -1,9 +1,9 @@
 """The command line: ``python -m qdq estimate LOG`` and ``python -m qdq plan``.
 
-The first reads the log of an experiment and prints the estimates of the effect, checks of the log,
-and when not to trust them; the second says how many tasks an experiment needs. Exit codes: 0 if the
-result was printed, whatever the checks found; 2 if an argument is wrong or the log cannot be read
-or used, with one line on stderr that says why.
+The first reads the log of an experiment and prints the estimates of the effect, with a twin of the
+log if the policies are named, checks of the log, and when not to trust them; the second says how
+many tasks an experiment needs. Exit codes: 0 if the result was printed, whatever the checks found;
+2 if an argument is wrong or the log cannot be read or used, with one line on stderr that says why.
 """
 
 from __future__ import annotations
@@ -15,20 +15,33 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 import qdq
 from qdq import inference, trust
-from qdq.estimators import NORMALISATIONS, QUEUES, VARIANCES, estimate
+from qdq.estimators import NORMALISATIONS, QUEUES, VARIANCES, Estimate, estimate
 from qdq.horizon import RULES
 from qdq.policies import Policy
 from qdq.tasklog import TaskLog
 from qdq.trust import by_task, unit_of
+from qdq.twin import LogTwin
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PROGRAM = "python -m qdq"
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "power-of-D": qdq.PowerOfD,
+    "shortest-expected-delay-of-D": qdq.ShortestExpectedDelay,
+    "join-shortest-queue": qdq.JoinShortestQueue,
+    "join-idle-queue": qdq.JoinIdleQueue,
+    "round-robin": qdq.RoundRobin,
+    "least-work-left": qdq.LeastWorkLeft,
+}
 
 PLAN_EXAMPLE = f"""\
 examples:
@@ -40,11 +53,14 @@ examples:
 """
 
 EXAMPLE = f"""\
-example:
+examples:
   {PROGRAM} estimate access.log.gz --horizon 480 --propensity 0.5 --skip 10
+  {PROGRAM} estimate log.csv --control power-of-1 --treatment power-of-2
 
   An HAProxy log in which each request carries its arm; half of them treated;
-  the first 10 seconds left out; effects followed over 480 arrivals.
+  the first 10 seconds left out; effects followed over 480 arrivals. With the
+  policies, if the log names servers: a twin of the log, tested against it and
+  run under either policy alone.
 
 The log is a CSV or Parquet file with the columns arrival, departure and
 treated (0 or 1), or a log of HAProxy; "pydoc qdq.TaskLog.read" tells more.
@@ -72,6 +88,53 @@ def _parser() -> _Parser:
     return parser
 
 
+def _add_shared(command: _Parser) -> None:
+    """Add the options that both commands have, with the same meaning."""
+    add = command.add_argument
+    add("--format", choices=("csv", "parquet", "haproxy"), help="default: by the file's name")
+    add(
+        "--skip",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="leave out tasks that arrive in the first SECONDS (or whatever the file's unit is); "
+        "they still count in the queue; default: 0",
+    )
+    add(
+        "--horizon",
+        type=_horizon,
+        metavar="L",
+        help="arrivals over which the effect of a task is followed, or the rule that is to choose "
+        "them, rmse or coverage; default: those of 30 mean service times, if the log has service "
+        "times, else coverage",
+    )
+    add(
+        "--level",
+        type=float,
+        default=0.95,
+        metavar="C",
+        help="confidence level of the intervals; default: %(default)s",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print JSON and nothing else, times of a log in seconds (or the file's unit)",
+    )
+
+
+def _add_policies(command: _Parser, use: str, *defaults: str | None) -> None:
+    """Add the policies of the two arms."""
+    for arm, default in zip(("control", "treatment"), defaults, strict=True):
+        command.add_argument(
+            f"--{arm}",
+            type=_policy,
+            default=default,
+            metavar="POLICY",
+            help=f"{use}: {', '.join(POLICIES)}"
+            + ("" if default is None else "; default: %(default)s"),
+        )
+
+
 def _add_estimate(commands: argparse._SubParsersAction[_Parser]) -> None:
     command = commands.add_parser(
         "estimate",
@@ -83,14 +146,13 @@ def _add_estimate(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     add = command.add_argument
     add("log", metavar="LOG", help="file to read; .gz may be at the end of CSV and HAProxy logs")
-    add("--format", choices=("csv", "parquet", "haproxy"), help="default: by the file's name")
+    _add_shared(command)
+    _add_policies(command, "policy that routed the arm, for the log twin and dq_score", None, None)
     add(
-        "--horizon",
-        type=_horizon,
-        metavar="L",
-        help="arrivals over which the effect of a task is followed, or the rule that is to choose "
-        "them, rmse or coverage; default: those of 30 mean service times, if the log has service "
-        "times, else coverage",
+        "--servers",
+        type=int,
+        metavar="N",
+        help="number of servers; default: the log's, else those that it names",
     )
     add(
         "--propensity",
@@ -118,26 +180,6 @@ def _add_estimate(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="V",
         help=f"standard errors by {', '.join(VARIANCES)}; default: hac",
     )
-    add(
-        "--skip",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="leave out tasks that arrive in the first SECONDS (or whatever the file's unit is); "
-        "they still count in the queue; default: 0",
-    )
-    add(
-        "--level",
-        type=float,
-        default=0.95,
-        metavar="C",
-        help="confidence level of the intervals; default: %(default)s",
-    )
-    add(
-        "--json",
-        action="store_true",
-        help="print JSON, times in seconds (or whatever the file's unit is), and nothing else",
-    )
     command.set_defaults(run=_estimate, command=command)
 
 
@@ -152,9 +194,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     add = command.add_argument
     add("log", metavar="LOG", nargs="?", help="file of a pilot experiment, as for estimate")
-    add("--format", choices=("csv", "parquet", "haproxy"), help="default: by the file's name")
-    add("--skip", type=float, default=0.0, metavar="SECONDS", help="as for estimate")
-    add("--horizon", type=_horizon, metavar="L", help="as for estimate")
+    _add_shared(command)
     add(
         "--effect",
         type=float,
@@ -163,20 +203,10 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         "(ms for HAProxy logs), or in mean service times; default: the true effect of the system",
     )
     add("--power", type=float, default=0.8, metavar="P", help="probability; default: %(default)s")
-    add("--level", type=float, default=0.95, metavar="C", help="of the intervals; default: 0.95")
     add("--servers", type=int, default=20, metavar="N", help="without a log; default: %(default)s")
     add("--load", type=float, metavar="R", help="without a log: arrivals per server and service")
-    for arm, policy in (("control", "power-of-1"), ("treatment", "power-of-2")):
-        add(
-            f"--{arm}",
-            type=_policy,
-            default=policy,
-            metavar="POLICY",
-            help="without a log: power-of-D, join-shortest-queue, join-idle-queue, round-robin or "
-            "least-work-left; default: %(default)s",
-        )
+    _add_policies(command, "without a log", "power-of-1", "power-of-2")
     add("--seed", type=int, default=0, metavar="S", help="of the simulation; default: 0")
-    add("--json", action="store_true", help="print JSON and nothing else")
     command.set_defaults(run=_plan, command=command)
 
 
@@ -197,21 +227,18 @@ def _horizon(text: str) -> int | str:
 
 
 def _policy(text: str) -> Policy:
-    policies = {
-        "join-shortest-queue": qdq.JoinShortestQueue(),
-        "join-idle-queue": qdq.JoinIdleQueue(),
-        "round-robin": qdq.RoundRobin(),
-        "least-work-left": qdq.LeastWorkLeft(),
-    }
-    if text in policies:
-        return policies[text]
     name, _, d = text.rpartition("-")
-    if name != "power-of" or not d.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no policy such as power-of-2")
     try:
-        return qdq.PowerOfD(int(d))
+        if text in POLICIES and d != "D":
+            return POLICIES[text]()
+        if f"{name}-D" in POLICIES and d.isdecimal():
+            return POLICIES[f"{name}-D"](int(d))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no policy such as power-of-2: it must be one of {', '.join(POLICIES)}, with "
+        "a number of servers for D"
+    )
 
 
 def _refuse_lack(log: TaskLog, options: argparse.Namespace) -> None:
@@ -281,8 +308,11 @@ def _decimals(smallest: float) -> int:
     return min(max(2 - math.floor(math.log10(smallest)), 0), 9)
 
 
-def _table(rows: list[dict[str, Any]], scale: float, unit: str, level: float) -> list[str]:
-    """Return the lines of the table of estimates."""
+def _table(
+    groups: dict[str, list[dict[str, Any]]], scale: float, unit: str, level: float
+) -> list[str]:
+    """Return the lines of the table of estimates, each group below its title if it has one."""
+    rows = [row for group in groups.values() for row in group]
     decimals = _decimals(scale * min(row["standard_error"] for row in rows))
     names = ["value", "standard_error", "low", "high"]
     cells = [[f"{scale * row[name]:.{decimals}f}" for name in names] for row in rows]
@@ -297,12 +327,76 @@ def _table(rows: list[dict[str, Any]], scale: float, unit: str, level: float) ->
         "",
         f"  {'method':<14}{heads[0]:>{widths[0]}}  {heads[1]:>{widths[1]}}  {interval:>{between}}",
     ]
-    for row, (value, error, low, high) in zip(rows, cells, strict=True):
-        ends = f"[{low:>{widths[2]}}, {high:>{widths[3]}}]"
-        lines.append(
-            f"  {row['method']:<14}{value:>{widths[0]}}  {error:>{widths[1]}}  {ends:>{between}}"
-        )
+    left = iter(cells)
+    for title, group in groups.items():
+        if title:
+            lines += ["", *_wrapped(title, "  ")]
+        for row, (value, error, low, high) in zip(group, left, strict=False):
+            ends = f"[{low:>{widths[2]}}, {high:>{widths[3]}}]"
+            lines.append(
+                f"  {row['method']:<14}{value:>{widths[0]}}  {error:>{widths[1]}}  "
+                f"{ends:>{between}}"
+            )
     return lines
+
+
+def _wrapped(text: str, first: str, rest: str | None = None) -> list[str]:
+    """Return lines of at most 78 columns, the first and the others with what they begin with."""
+    rest = first if rest is None else rest
+    return textwrap.wrap(
+        text, 78, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
+
+
+def _grouped(twin: LogTwin | None, rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of the table; with a twin, those of each aim under what that is."""
+    if twin is None:
+        return {"": rows}
+    title, first = "full deployment, by a twin of the log", _rows(twin)
+    if math.isnan(twin.standard_error):
+        title, first = f"{title}: no finite effect", []
+    elif not twin.trusted:
+        title += ": not trusted, and so corrected by DQ"
+    return {
+        title: first,
+        "direct effect, without a model": rows[:1],
+        "slope at the present share of treatment, without a model": rows[1:],
+    }
+
+
+def _twin_lines(twin: LogTwin, scale: float, short: str) -> list[str]:
+    """Return what the twin says of itself, and what was fitted."""
+
+    def time(value: float) -> str:
+        return f"{scale * value:.4g} {short}".rstrip()
+
+    said = f"{twin.verdict}."
+    if math.isnan(twin.standard_error):
+        said += (
+            " Deployed alone, an arm overloads a server, so that there is no finite effect to "
+            "estimate."
+        )
+    elif not twin.trusted:
+        said += (
+            " The value is the twin's corrected by Differences-in-Q "
+            f"({twin.fallback.meaning}). The twin alone says {time(twin.twin_value)}, standard "
+            f"error {time(twin.twin_standard_error)}."
+        )
+    fitted = twin.scenario
+    means = np.sort(1.0 / fitted.rates)
+    rates = f"of mean service time {time(means[0])}"
+    if means[0] != means[-1]:
+        rates = f"of mean service times {time(means[0])} to {time(means[-1])}"
+    delays = [
+        f"{name} delay {time(delay) if delay else 'none'}"
+        for name, delay in (
+            ("dispatch", fitted.dispatch_delay),
+            ("information", fitted.information_delay),
+        )
+    ]
+    kind = {"fcfs": "FCFS", "processor_sharing": "processor-sharing"}[fitted.discipline]
+    said += f" Fitted: {fitted.n_servers} {kind} servers {rates}; {', '.join(delays)}."
+    return ["", *_wrapped(said, "  log_twin: ", "      ")]
 
 
 def _check_lines(log: TaskLog, known: dict[str, Any], checks: dict[str, Any]) -> list[str]:
@@ -372,13 +466,7 @@ def _check_lines(log: TaskLog, known: dict[str, Any], checks: dict[str, Any]) ->
     lines = []
     for name, passed, said in rows:
         verdict = {True: "ok", False: "LOOK", None: "-"}[passed]
-        lines += textwrap.wrap(
-            said,
-            78,
-            initial_indent=f"  {name:<14}{verdict:<6}",
-            subsequent_indent=" " * 22,
-            break_on_hyphens=False,
-        )
+        lines += _wrapped(said, f"  {name:<14}{verdict:<6}", " " * 22)
     return lines
 
 
@@ -388,6 +476,8 @@ def _report(
     known: dict[str, Any],
     checks: dict[str, Any],
     rows: list[dict[str, Any]],
+    twin: LogTwin | None,
+    advice: list[str],
     level: float,
 ) -> str:
     """Return the whole text, at most 80 columns wide but for the name of the file."""
@@ -418,8 +508,10 @@ def _report(
         parts.append(f"load {known['load']:.3f}")
     if parts:
         lines.append(f"  {', '.join(parts)}")
-    lines += ["", *_table(rows, scale, unit, level)]
-    last = rows[-1]
+    lines += ["", *_table(_grouped(twin, rows), scale, unit, level)]
+    if twin is not None:
+        lines += _twin_lines(twin, scale, short)
+    last = next(row for row in reversed(rows) if row["method"] != "dq_score")
     if last["horizon"] is not None:
         spans = sorted({row["horizon"] for row in rows if row["horizon"] is not None})
         times = [f"{scale * span / known['arrival_rate']:.4g}" for span in spans]
@@ -432,13 +524,10 @@ def _report(
             + f", weight alpha {last['alpha']:.3f}",
         ]
     lines += ["", "Checks of the log", "", *_check_lines(log, known, checks)]
-    advice = trust.advice(log, known, checks, rows)
     if advice:
         lines += ["", "When not to trust this", ""]
         for item in advice:
-            lines += textwrap.wrap(
-                item, 78, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False
-            )
+            lines += _wrapped(item, "  - ", "    ")
     return "\n".join(lines)
 
 
@@ -461,6 +550,12 @@ def _json_native(value: Any) -> Any:
     if isinstance(value, float | np.floating):
         return float(value) if math.isfinite(value) else None
     return None  # pandas' own missing value
+
+
+def _rows(found: Estimate | pd.DataFrame) -> list[dict[str, Any]]:
+    frame = found.to_frame() if isinstance(found, Estimate) else found
+    rows: list[dict[str, Any]] = _json_native(frame.to_dict("records"))
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -491,8 +586,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.command.error(f"{options.log}: {error.strerror or error}")
         except (TypeError, ValueError) as error:
             options.command.error(str(error))
-    for warning in caught:
-        said = " ".join(str(warning.message).split())
+    for said in dict.fromkeys(" ".join(str(warning.message).split()) for warning in caught):
         print(f"{options.command.prog}: warning: {said}", file=sys.stderr)
     try:
         print(text, flush=True)
@@ -503,7 +597,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _estimate(options: argparse.Namespace) -> str:
     log = TaskLog.read(
-        options.log, options.format, skip=options.skip, propensity=options.propensity
+        options.log,
+        options.format,
+        skip=options.skip,
+        propensity=options.propensity,
+        n_servers=options.servers,
     )
     _refuse_lack(log, options)
     known = _describe(log)
@@ -523,13 +621,78 @@ def _estimate(options: argparse.Namespace) -> str:
             "too large to be squared and summed; give them in another unit, or look for "
             "a wrong one"
         )
-    rows: list[dict[str, Any]] = _json_native(frame.to_dict("records"))
+    rows = _rows(frame)
+    twin = _twin(log, options)
+    if twin is not None:
+        rows += _score(log, options, twin, rows[-1]["horizon"])
     checks = trust.checks(log)
+    advice = trust.advice(log, known, checks, rows)
+    if twin is not None and twin.trusted:
+        advice.append(
+            "The log twin is a model. It supposes that arrivals do not wait for answers, and that "
+            "--control and --treatment are what routed the log and would be deployed: no test of "
+            "fit can see either."
+        )
+    elif twin is None and log.server is not None and by_task(log):
+        advice.append(
+            "The log names the servers: with --control and --treatment, the policies of the arms, "
+            "the log twin can estimate the effect of full deployment."
+        )
     if options.json:
-        advice = trust.advice(log, known, checks, rows)
         result = {"log": known, "checks": checks | {"advice": advice}, "estimates": rows}
+        if twin is not None:
+            result["log_twin"] = _twin_in_json(twin)
         return json.dumps(_json_native(result), allow_nan=False, indent=2)
-    return _report(options.log, log, known, checks, rows, options.level)
+    return _report(options.log, log, known, checks, rows, twin, advice, options.level)
+
+
+def _twin(log: TaskLog, options: argparse.Namespace) -> LogTwin | None:
+    """Return the log's twin if the policies are named."""
+    policies = options.control, options.treatment
+    if policies == (None, None):
+        return None
+    if None in policies:
+        raise ValueError("--control and --treatment go together: the log twin needs both policies")
+    try:
+        return qdq.log_twin(log, *policies, level=options.level)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} (without --control and --treatment the other methods can be had)"
+        ) from error
+
+
+def _score(
+    log: TaskLog, options: argparse.Namespace, twin: LogTwin, horizon: int
+) -> list[dict[str, Any]]:
+    """Return the row of `dq_score`, if the policies' choices have probabilities."""
+    try:
+        found = qdq.dq_score(
+            log,
+            options.control,
+            options.treatment,
+            horizon=horizon,
+            n_servers=twin.scenario.n_servers,
+            level=options.level,
+            variance=options.variance,
+        )
+    except ValueError as error:
+        warnings.warn(f"dq_score is left out: {error}", UserWarning, stacklevel=2)
+        return []
+    return _rows(found)
+
+
+def _twin_in_json(twin: LogTwin) -> dict[str, Any]:
+    fitted = twin.scenario
+    names = ("value", "standard_error", "low", "high", "trusted", "twin_value")
+    return {name: getattr(twin, name) for name in (*names, "twin_standard_error", "verdict")} | {
+        "tests": [test._asdict() for test in twin.tests],
+        "fitted": {
+            "discipline": fitted.discipline,
+            "equal_rates": bool(np.ptp(fitted.rates) == 0.0),
+            "dispatch_delay": fitted.dispatch_delay,
+            "information_delay": fitted.information_delay,
+        },
+    }
 
 
 def _plan(options: argparse.Namespace) -> str:

@@ -1,8 +1,9 @@
 """The book's figures: one style, one colour and marker a method, the few plots that pages share.
 
 The ground is opaque white, also where the page is dark. Colours are those of Okabe and Ito, which
-people with any of the common colour vision deficiencies can tell apart; markers repeat the
-distinction. Figures are narrow and their type is large, so that they can be read on a phone.
+people with any of the common colour vision deficiencies can tell apart, and three darker ones for
+the methods beside those of `estimate`; markers repeat the distinction. Figures are narrow and their
+type is large, so that they can be read on a phone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,15 @@ METHODS = {
     "dq_mixed": MethodStyle("mixed DQ", "#009E73", "D"),
     "switchback": MethodStyle("switchback", "#CC79A7", "P"),
 }
-"""Style of each method, by the name that `Estimate.method` has, in the order that figures show."""
+"""Style of each method of `estimate`, by the name that `Estimate.method` has, in the order that
+figures show."""
+
+STYLES = METHODS | {
+    "dq_score": MethodStyle("score DQ", "#7A3E6B", "X"),
+    "lstd_dq": MethodStyle("LSTD-DQ", "#661100", "h"),
+    "log_twin": MethodStyle("log twin", "#332288", "*"),
+}
+"""The same with the methods that need to know the policies, which come last."""
 
 TRUTH = "#000000"
 """Colour of the line at the true effect."""
@@ -230,7 +239,7 @@ def relative_rmse(results: pd.DataFrame, coordinates: Sequence[str]) -> Table:
     for _, part in results.groupby(list(coordinates), sort=False):
         row = {name: values[0] for name, values in _shown_columns(part, coordinates).items()}
         errors = part.set_index("method")["relative_rmse"]
-        rows.append(row | {METHODS[method].label: errors.get(method) for method in methods})
+        rows.append(row | {STYLES[method].label: errors.get(method) for method in methods})
     return table(pd.DataFrame(rows))
 
 
@@ -254,11 +263,11 @@ def errors(results: pd.DataFrame, coordinates: Sequence[str], unfold: str) -> Bl
     inside = [name for name in coordinates if name != unfold]
     blocks = {}
     for value, part in results.groupby(unfold, sort=False):
-        place = part["method"].map(list(METHODS).index)
+        place = part["method"].map(list(STYLES).index)
         cell = part.groupby(inside, sort=False).ngroup() if inside else 0
         part = part.assign(place=place, cell=cell).sort_values(["cell", "place"])
         columns: dict[str, Any] = _shown_columns(part, inside)
-        columns["method"] = [METHODS[method].label for method in part["method"]]
+        columns["method"] = [STYLES[method].label for method in part["method"]]
         for title, name in numbers.items():
             pairs = zip(part[name], part[f"{name}_error"], strict=True)
             columns[title] = [with_error(*pair) for pair in pairs]
@@ -313,9 +322,9 @@ def spread(replications: pd.DataFrame, truth: float) -> Figure:
 def _ordered(methods: Sequence[str]) -> list[str]:
     """Return the methods in the order of figures, each once."""
     for method in methods:
-        if method not in METHODS:
-            raise validation.refuse("method", method, "one of " + ", ".join(METHODS))
-    return [method for method in METHODS if method in methods]
+        if method not in STYLES:
+            raise validation.refuse("method", method, "one of " + ", ".join(STYLES))
+    return [method for method in STYLES if method in methods]
 
 
 def _truth_line(axes: Axes, truth: float) -> None:
@@ -332,7 +341,7 @@ def _truth_line(axes: Axes, truth: float) -> None:
 
 
 def _name_rows(axes: Axes, methods: list[str]) -> None:
-    axes.set_yticks(range(len(methods)), [METHODS[method].label for method in methods])
+    axes.set_yticks(range(len(methods)), [STYLES[method].label for method in methods])
     axes.set_ylim(len(methods) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
 
@@ -369,7 +378,7 @@ def intervals(frame: pd.DataFrame, truth: float, *, axes: Axes | None = None) ->
     rows = frame.set_index("method").loc[methods, ["value", "low", "high"]]
     for place, (method, row) in enumerate(zip(methods, rows.to_numpy(np.float64), strict=True)):
         value, low, high = row
-        _, colour, marker = METHODS[method]
+        _, colour, marker = STYLES[method]
         axes.plot([low, high], [place, place], color=colour, linewidth=2.4)
         axes.plot([value], [place], color=colour, marker=marker, markersize=8)
     _name_rows(axes, methods)
@@ -412,7 +421,7 @@ def violins(
     sns.violinplot(
         data=samples,
         orient="h",
-        palette=[METHODS[method].colour for method in methods],
+        palette=[STYLES[method].colour for method in methods],
         # Equal widths: some methods spread a hundred times as far as others.
         density_norm="width",
         inner=None,
@@ -428,7 +437,7 @@ def violins(
             [place],
             color="white",
             markeredgecolor="#222222",
-            marker=METHODS[method].marker,
+            marker=STYLES[method].marker,
             markersize=7,
         )
     _name_rows(axes, methods)
@@ -490,7 +499,7 @@ def small_multiples(
         inside = frame[frame[panel] == title]
         for method, shift in zip(methods, shifts, strict=True):
             line = inside[inside["method"] == method].sort_values(x)
-            label, colour, marker = METHODS[method]
+            label, colour, marker = STYLES[method]
             bars = None if error is None else 2.0 * line[error]
             drawn[label] = axes.errorbar(
                 line[x] + shift,
@@ -623,7 +632,7 @@ def power(plan: Plan, n_tasks: ArrayLike | None = None, *, axes: Axes | None = N
     if axes is None:
         axes = plt.subplots(figsize=(WIDTH, 3.4))[1]
     for curve, method in zip(plan.power_at(along), plan.table["method"], strict=True):
-        label, colour, _ = METHODS[method]
+        label, colour, _ = STYLES[method]
         axes.plot(along, 100.0 * curve, color=colour, linewidth=2, label=label)
     axes.axhline(100.0 * plan.power, color=TRUTH, linewidth=1.2)
     axes.set_xscale("log")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gzip
 import itertools
@@ -9,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from scipy import stats
 
 import qdq
 from qdq import inference
-from qdq.__main__ import main
+from qdq.__main__ import _parser, main
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = "book/data/haproxy/ab-rho80.haproxy.log.gz"
@@ -151,16 +153,27 @@ def test_shipped_log_as_json(capsys):
         assert word in advice
 
 
-def test_documented_example_is_what_is_printed(capsys):
+def test_documented_examples_are_what_is_printed(capsys):
     page = (ROOT / "book/reference/cli.md").read_text("utf-8")
-    block = next(b for b in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "$ python" in b)
-    first, _, output = block.partition("\n")
-    arguments = first.removeprefix("$ python -m qdq ").split()
-    assert arguments[1] == SHIPPED
-    arguments[1] = ROOT / SHIPPED
-    assert run(capsys, *arguments).out == output
-    assert "the first 10 s left out, 243,591 tasks counted" in output
-    assert "-23.332" in output
+    blocks = [b for b in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "qdq estimate" in b]
+    outputs = []
+    for block in blocks:
+        command, output = re.fullmatch(
+            r"\$ python -m qdq (.*?[^\\])\n(.*)", block, re.DOTALL
+        ).groups()
+        arguments = command.replace("\\\n", " ").split()
+        assert arguments[1] == SHIPPED
+        arguments[1] = ROOT / SHIPPED
+        said = run(capsys, *arguments)
+        # The second is cut where it goes on as the first does.
+        assert said.out.startswith(output.removesuffix("...\n"))
+        assert said.err == ""
+        outputs.append((said.out, output))
+    (whole, first), (_, second) = outputs
+    assert whole == first
+    assert "the first 10 s left out, 243,591 tasks counted" in first
+    assert "-23.332" in first
+    assert "log_twin" in second
 
 
 # --------------------------------------------------------------------------------------------------
@@ -426,6 +439,198 @@ def test_checks_that_fail_are_said(capsys, tmp_path, options, advice, check):
 
 
 # --------------------------------------------------------------------------------------------------
+# The log twin
+# --------------------------------------------------------------------------------------------------
+
+NAMED = ["--control", "power-of-2", "--treatment", "power-of-3"]
+POLICIES = qdq.PowerOfD(2), qdq.PowerOfD(3)
+NO_COUNT = "ignore:(n_servers=None|the number of servers):UserWarning"
+
+
+@pytest.fixture(scope="module")
+def twin(simulated):
+    """What the twin of the log from outside must be."""
+    log = qdq.TaskLog.from_frame(
+        simulated.to_frame()[["arrival", "departure", "treated", "server"]]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return qdq.log_twin(log, *POLICIES, 5, level=0.9)
+
+
+def test_policies_named_bring_the_log_twin_and_the_score(capsys, outside, twin):
+    path = outside("server")
+    given = [path, "--horizon", 50, "--level", 0.9, "--servers", 5]
+    plain, _ = run_json(capsys, *given)
+    result, _ = run_json(capsys, *given, *NAMED)
+    assert list(result) == ["log", "checks", "estimates", "log_twin"]
+    assert list(plain) == list(result)[:-1]
+    assert result["log"] == plain["log"]
+    assert result["estimates"][:-1] == plain["estimates"]
+    score = qdq.dq_score(
+        qdq.TaskLog.read(path, n_servers=5), *POLICIES, horizon=50, level=0.9
+    ).to_frame()
+    row = result["estimates"][-1]
+    assert list(row) == list(plain["estimates"][0]) == list(score)
+    for name in ("method", "value", "standard_error", "low", "high", "horizon"):
+        assert row[name] == score[name][0]
+
+    found = result["log_twin"]
+    assert found["trusted"] is twin.trusted is True
+    names = [
+        "value",
+        "standard_error",
+        "low",
+        "high",
+        "twin_value",
+        "twin_standard_error",
+        "verdict",
+    ]
+    assert [found[name] for name in names] == [getattr(twin, name) for name in names]
+    assert [tuple(test.values()) for test in found["tests"]] == list(twin.tests)
+    assert list(found["tests"][0]) == ["name", "value", "threshold", "passed", "meaning"]
+    assert found["fitted"] == {
+        "discipline": "fcfs",
+        "equal_rates": True,
+        "dispatch_delay": 0.0,
+        "information_delay": 0.0,
+    }
+
+
+def test_the_log_twin_comes_first_in_the_text(capsys, outside, twin):
+    path = outside("server")
+    text = run(
+        *(capsys, "estimate", path, "--horizon", 50, "--level", 0.9, "--servers", 5), *NAMED
+    ).out
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    first = [line.split()[0] for line in lines if " [" in line]
+    assert first == ["log_twin", "naive", "dq_response", "dq_queue", "dq_mixed", "dq_score"]
+    row = next(line for line in lines if line.startswith("  log_twin "))
+    assert float(row.split()[1]) == pytest.approx(twin.value, abs=1e-3)
+    flat = " ".join(text.split())
+    titles = ("full deployment, by a twin", "direct effect, without", "slope at the present share")
+    assert sorted(titles, key=flat.index) == list(titles)
+    assert f"log_twin: {twin.verdict}. Fitted: 5 FCFS servers of mean service time" in flat
+    assert "dispatch delay none, information delay none" in flat
+    assert "not trusted" not in flat
+    assert "The log twin is a model." in flat
+
+
+@pytest.mark.filterwarnings(NO_COUNT)
+def test_without_policies_there_is_a_line_of_advice(capsys, outside):
+    advice = "with --control and --treatment"
+    for columns, told in (((), False), (("server",), True)):
+        path = outside(*columns)
+        result, _ = run_json(capsys, path, "--horizon", 50)
+        assert any(advice in said for said in result["checks"]["advice"]) is told
+        text = " ".join(run(capsys, "estimate", path, "--horizon", 50).out.split())
+        assert (advice in text) is told
+        assert "twin" not in text.replace("the log twin can estimate", "")
+    named, err = run_json(capsys, path, "--horizon", 50, *NAMED)
+    assert not any(advice in said for said in named["checks"]["advice"])
+    assert "the 5 servers from 0 to 4 are taken for all" in err
+    assert err.count("servers from") == 1
+
+
+def test_a_twin_that_is_not_trusted_says_so(capsys, outside):
+    path = outside("server")
+    given = [path, "--horizon", 50, "--servers", 5, "--control", "round-robin"]
+    given += ["--treatment", "power-of-1"]
+    found = run_json(capsys, *given)[0]["log_twin"]
+    assert found["trusted"] is False
+    assert found["value"] != found["twin_value"]
+    text = run(capsys, "estimate", *given).out
+    assert max(map(len, text.splitlines())) <= 80
+    flat = " ".join(text.split())
+    assert "by a twin of the log: not trusted, and so corrected by DQ log_twin" in flat
+    failed = [test["name"] for test in found["tests"] if not test["passed"]]
+    assert failed
+    assert all(f"{name} (" in flat for name in failed)
+    assert f"The twin alone says {found['twin_value']:.4g}, standard error" in flat
+    assert "The log twin is a model." not in flat
+
+
+def test_an_arm_that_overloads_a_server_has_no_finite_effect(capsys, outside, twin, monkeypatch):
+    lost = dataclasses.replace(twin, value=np.nan, standard_error=np.nan, trusted=False)
+    monkeypatch.setattr(qdq, "log_twin", lambda *_, **__: lost)
+    given = [outside("server"), "--horizon", 50, "--servers", 5, *NAMED]
+    found = run_json(capsys, *given)[0]["log_twin"]
+    assert found["value"] is found["standard_error"] is found["low"] is found["high"] is None
+    flat = " ".join(run(capsys, "estimate", *given).out.split())
+    assert "by a twin of the log: no finite effect direct effect" in flat
+    assert "an arm overloads a server" in flat
+
+
+def test_rates_that_differ_are_fitted_and_may_leave_no_score(capsys, tmp_path):
+    names = ["--control", "shortest-expected-delay-of-1"]
+    names += ["--treatment", "shortest-expected-delay-of-2"]
+    scenario = qdq.Scenario(
+        n_servers=4,
+        arrivals=qdq.Poisson(0.6),
+        service_rates=[0.7, 0.7, 1.3, 1.3],
+        control=qdq.ShortestExpectedDelay(1),
+        treatment=qdq.ShortestExpectedDelay(2),
+    )
+    log = qdq.simulate(scenario, qdq.Bernoulli(0.5), n_tasks=20_000, seed=1, warm_up=0.0)
+    frame = log.to_frame()
+    frame.attrs = {}
+    path = tmp_path / "log.csv"
+    frame.to_csv(path, index=False)
+    result, err = run_json(capsys, path, "--horizon", 50, "--servers", 4, *names)
+    assert result["log_twin"]["fitted"]["equal_rates"] is False
+    assert [row["method"] for row in result["estimates"]][-1] == "dq_mixed"
+    assert "warning: dq_score is left out: the probability of a choice can't be had" in err
+    text = run(capsys, "estimate", path, "--horizon", 50, "--servers", 4, *names).out
+    slow, fast = re.search(r"service times (\S+)\s+to\s+(\S+);", text).groups()
+    assert (float(slow), float(fast)) == pytest.approx((1 / 1.3, 1 / 0.7), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("columns", "arguments", "said"),
+    [
+        (["server"], NAMED[:2], "--control and --treatment go together"),
+        (["server"], NAMED[2:], "--control and --treatment go together"),
+        ([], NAMED, "has no column server: log_twin needs it"),
+        ([], NAMED, "(without --control and --treatment the other methods can be had)"),
+        (["server"], [*NAMED, "--servers", 4], "from 0 to 3"),
+        (["server"], [*NAMED, "--servers", 0], "n_servers=0 is not allowed"),
+        (["server"], ["--control", "power-of-D"], "'power-of-D' is no policy such as power-of-2"),
+    ],
+)
+def test_twins_that_cannot_be_made(capsys, outside, columns, arguments, said):
+    assert said in refused(capsys, "estimate", outside(*columns), "--horizon", 50, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("power-of-1", qdq.PowerOfD(1)),
+        ("shortest-expected-delay-of-2", qdq.ShortestExpectedDelay(2)),
+        ("join-shortest-queue", qdq.JoinShortestQueue()),
+        ("join-idle-queue", qdq.JoinIdleQueue()),
+        ("round-robin", qdq.RoundRobin()),
+        ("least-work-left", qdq.LeastWorkLeft()),
+    ],
+)
+def test_names_of_policies(text, policy):
+    options = _parser().parse_args(["estimate", "LOG", "--control", text])
+    assert options.control == policy
+    assert type(options.control) is type(policy)
+
+
+def test_shared_options_mean_the_same(capsys):
+    helps = []
+    for command in ("estimate", "plan"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        helps.append(capsys.readouterr().out)
+    for option in ("--format {", "--skip SECONDS", "--horizon L", "--level C", "--json  "):
+        shown = [re.search(rf"\n  {option}.*?(?=\n  -)", text, re.DOTALL)[0] for text in helps]
+        assert shown[0] == shown[1]
+
+
+# --------------------------------------------------------------------------------------------------
 # Planning
 # --------------------------------------------------------------------------------------------------
 
@@ -507,6 +712,7 @@ def test_plan_of_a_log_in_milliseconds(capsys, tmp_path):
         (["--load", "0.5", "--control", "random"], "'random' is no policy such as power-of-2"),
         (["--load", "0.5", "--control", "power-of-x"], "'power-of-x' is no policy such as"),
         (["--load", "0.5", "--control", "power-of-0"], "d=0 is not allowed"),
+        (["--load", "0.5", "--control", "random"], "one of power-of-D, shortest-expected-delay-of"),
     ],
 )
 def test_plans_that_cannot_be_made(capsys, outside, arguments, said):

@@ -9,7 +9,9 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb, to_rgba
 from numpy.testing import assert_allclose
+from scipy.spatial.distance import pdist
 
+import qdq
 from qdq import estimators, figures
 
 
@@ -31,16 +33,57 @@ def lines(axes: plt.Axes, colour: str) -> list[np.ndarray]:
     ]
 
 
-def luminance(colour: str) -> float:
+def linear(colour: str) -> np.ndarray:
     parts = np.array(to_rgb(colour))
-    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def luminance(colour: str) -> float:
+    return float(linear(colour) @ [0.2126, 0.7152, 0.0722])
 
 
 def test_every_method_has_a_style_of_its_own() -> None:
     assert set(figures.METHODS) == set(estimators.METHODS)
+    assert list(figures.STYLES)[:6] == list(figures.METHODS)
+    for name in list(figures.STYLES)[6:]:
+        assert callable(getattr(qdq, name)), "named as the function whose estimate it draws"
     for part in ("label", "colour", "marker"):
-        assert len({getattr(style, part) for style in figures.METHODS.values()}) == 6
+        assert len({getattr(style, part) for style in figures.STYLES.values()}) == 9
+
+
+# Linear RGB as the eye has it that lacks one kind of cone (Machado, Oliveira, Fernandes 2009).
+VISION = {
+    "normal": np.eye(3),
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+@pytest.mark.parametrize("eye", VISION)
+def test_colours_can_be_told_apart(eye: str) -> None:
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
+    lab = []
+    for colour in (*(style.colour for style in figures.STYLES.values()), figures.TRUTH):
+        x, y, z = to_xyz @ np.clip(VISION[eye] @ linear(colour), 0, 1) / to_xyz.sum(axis=1)
+        x, y, z = (np.cbrt(v) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z))
+        lab.append([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+    # In CIELAB, where 2.3 can just be told apart side by side; 16 is the least of Okabe and Ito's.
+    assert pdist(lab).min() > 15.0
 
 
 def test_the_ground_is_opaque_white(tmp_path) -> None:
@@ -49,7 +92,7 @@ def test_the_ground_is_opaque_white(tmp_path) -> None:
     pixels = plt.imread(tmp_path / "figure.png")
     assert_allclose(pixels[0, 0], [1.0, 1.0, 1.0, 1.0][: pixels.shape[2]])
     # Colours stand out from it by 2 : 1 at least (text, which needs more, is dark).
-    for style in figures.METHODS.values():
+    for style in figures.STYLES.values():
         assert 1.05 / (luminance(style.colour) + 0.05) > 2.0
 
 
@@ -73,6 +116,16 @@ def test_intervals_are_where_the_numbers_are() -> None:
     assert_allclose(estimate, [[-1.0, 1.0]])
     (truth,) = lines(axes, figures.TRUTH)
     assert_allclose(truth[:, 0], -1.5)
+
+
+def test_intervals_take_the_methods_that_need_policies() -> None:
+    methods = ["log_twin", "naive", "lstd_dq", "dq_score"]
+    axes = figures.intervals(frame_of(methods), truth=-1.5)
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["naive", "score DQ", "LSTD-DQ", "log twin"]
+    interval, estimate = lines(axes, figures.STYLES["log_twin"].colour)
+    assert_allclose(interval, [[-1.2, 3.0], [-0.9, 3.0]])
+    assert_allclose(estimate, [[-1.0, 3.0]])
 
 
 def test_intervals_go_where_they_are_told() -> None:
