@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qdq import kernels, trust, validation
+from qdq import rebuild, trust, validation
 from qdq.estimators import Estimate, dq_response
 from qdq.policies import Policy, PowerOfD, RoundRobin
 from qdq.scenario import ArrivalTrace, Scenario, ServiceTrace
@@ -41,18 +41,6 @@ PROCESSOR_SHARING = "processor_sharing"
 # --------------------------------------------------------------------------------------------------
 # Constants, and why they are what they are
 # --------------------------------------------------------------------------------------------------
-
-# Tasks that leave before one that came earlier to the same server: none do so at a FCFS server, and
-# a few in a thousand are as many as clocks of limited resolution explain.
-_MOST_OVERTAKEN = 0.001
-# Correlation of the requirements that processor sharing implies with the number of tasks that they
-# met, beyond chance. It is zero if servers share; at load 0.7 it is -0.16 if they serve all their
-# tasks at once, and -0.30 if always the last one to come.
-_MOST_UNLIKE_SHARING = 0.05
-# The spread of the servers' mean service times over what chance alone gives. With 20 equal servers
-# chance exceeds it once in a thousand times; a spread below it changes the effect by less than the
-# noise of rates fitted one by one.
-_UNEQUAL_RATES = 1.5
 
 # What is left out at either end of the log, in tasks and as a share of it, whichever is less: the
 # twin starts empty, and a log that was cut lacks its longest tasks.
@@ -74,13 +62,11 @@ _LEAST_SD = 1e-3  # in mean service times, so that its logarithm exists
 # costs time only, and to distrust the twin.
 _SEARCH_FROM = 0.05
 _DISTRUST_FROM = 0.005
-_MOST_T = 4.0  # three tests, each with a false alarm of 6e-5
 # A server that is busy for 98 % of the time or more has a mean response that no log of usual length
 # tells from infinity.
 MOST_LOAD = 0.98
 _MOST_APART = 0.01  # sd of the difference between logged and modelled times, over that of response
 _LEAST_AGREEMENT = 0.99  # of choices: with the log's own candidates nothing is left to chance
-_EQUAL_SERVICE = 1e-6  # sd over mean of requirements that are all the same but for rounding
 _FEWEST_OF_A_LENGTH = 30  # tasks, for a mean and its error to be shown
 
 # The search for delays: shares of the longest dispatch delay that the log allows, information
@@ -264,7 +250,7 @@ def log_twin(
     control, treatment : Policy
         The policies that routed the log's control and treated tasks.
     n_servers : int, optional
-        Number of servers. By default the log's, else those that the log names.
+        Number of servers. By default the log's or its scenario's, else as many as occur in it.
     seed : int or tuple of int, default 0
         Draws candidates and permutations; the same seed gives the same answer.
     level : float, default 0.95
@@ -283,7 +269,7 @@ def log_twin(
     Warns
     -----
     UserWarning
-        If the number of servers is taken from the servers named; and for what makes intervals
+        If the number of servers is guessed; and for what makes intervals
         doubtful, see `trust.doubts`.
 
     Notes
@@ -344,8 +330,7 @@ def log_twin(
     (True, True)
     """
     level = validation.number("level", level, "strictly between 0 and 1", above=0.0, below=1.0)
-    servers = _servers(log, n_servers)
-    fit = _Fit(log, *servers, control, treatment, seed_sequence(seed))
+    fit = _Fit(log, _who(log, n_servers), control, treatment, seed_sequence(seed))
     delays = _delays(fit)
     twin = fit.run(delays)
 
@@ -387,40 +372,15 @@ def log_twin(
 # --------------------------------------------------------------------------------------------------
 
 
-def _servers(log: TaskLog, n_servers: int | None) -> tuple[NDArray[np.int32], int]:
-    """Check the log, and return the server of each task and the number of servers."""
-    if not isinstance(log, TaskLog):
-        raise TypeError(f"log is a {type(log).__name__}: it must be a TaskLog")
-    if not trust.by_task(log):
-        origin = "one with the column period, a switchback"
-        if log.design is not None:
-            origin = f"of design {log.design!r}"
-        raise ValueError(f"log_twin needs a log of design Bernoulli, and this one is {origin}")
-    if log.server is None:
-        raise ValueError(
-            "the log has no column server: log_twin needs it to rebuild what each task asked of "
-            "its server"
-        )
+def _who(log: TaskLog, n_servers: int | None) -> rebuild.Servers:
+    """Check the log, and return who went where."""
+    rebuild.check(log, "log_twin")
     treated = int(np.count_nonzero(log.treated))
     if treated in (0, log.n_tasks):
         raise ValueError(
             f"{treated} of the log's {log.n_tasks} tasks are treated: log_twin needs both arms"
         )
-    most = int(log.server.max()) + 1
-    if log.candidates is not None:
-        most = max(most, int(log.candidates.max()) + 1)
-    if n_servers is None:
-        n_servers = log.n_servers
-    if n_servers is not None:
-        right = f"an integer >= {most}, as the log names server {most - 1}"
-        return log.server, validation.integer("n_servers", n_servers, right, at_least=most)
-    warnings.warn(
-        f"n_servers=None, and the log does not say how many there are: the {most} servers from 0 "
-        f"to {most - 1} are taken for all",
-        UserWarning,
-        stacklevel=3,
-    )
-    return log.server, most
+    return rebuild.servers(log, n_servers, stacklevel=4)
 
 
 class _Delays(NamedTuple):
@@ -439,11 +399,10 @@ class _Run(NamedTuple):
 
 
 class _Service(NamedTuple):
-    """Rebuilt service times, the rates of the servers and each server's mean."""
+    """Rebuilt service times, and the rates of the servers."""
 
     time: NDArray[np.float64]
-    rates: NDArray[np.float64]
-    means: NDArray[np.float64]
+    rates: rebuild.Rates
 
 
 class _Fit:
@@ -452,17 +411,16 @@ class _Fit:
     def __init__(
         self,
         log: TaskLog,
-        server: NDArray[np.int32],
-        n_servers: int,
+        who: rebuild.Servers,
         control: Policy,
         treatment: Policy,
         stream: np.random.SeedSequence,
     ) -> None:
-        self.log, self.server, self.n_servers = log, server, n_servers
+        self.log, self.who = log, who
         self.control, self.treatment = control, treatment
         # Others break ties by numbers that no log holds.
         told = all(isinstance(policy, (PowerOfD, RoundRobin)) for policy in (control, treatment))
-        self.candidates = log.candidates if told else None
+        self.candidates = who.candidates if told else None
         # The first draws the candidates of all runs as the log was, so that they can be compared.
         self.streams = stream.spawn(_PASSES + 1)
         n = log.n_tasks
@@ -473,8 +431,8 @@ class _Fit:
         self._scenarios: dict[float, Scenario] = {}
         self._log_moments: dict[int, NDArray[np.float64]] = {}
         self.discipline = FCFS
-        overtaken = float(np.mean(self._start(0.0) > log.departure))
-        if overtaken > _MOST_OVERTAKEN:
+        overtaken = rebuild.overtaken(log, self._start(0.0))
+        if overtaken > rebuild.MOST_OVERTAKEN:
             self.discipline = PROCESSOR_SHARING
             self._check_sharing(overtaken)
         self.unit = float(np.mean(self.service(0.0).time))
@@ -508,33 +466,12 @@ class _Fit:
     # ----------------------------------------------------------------------------------------------
 
     def _start(self, dispatch: float) -> NDArray[np.float64]:
-        """Start of service at FCFS servers."""
-        log = self.log
-        free = np.full(self.n_servers, -np.inf)
-        np.maximum.at(free, log.carried_over[:, 0].astype(np.int64), log.carried_over[:, 2])
-        start: NDArray[np.float64] = kernels.start_of_service(
-            log.arrival, log.departure, self.server, dispatch, free
-        )
-        return start
-
-    def _shared(self) -> NDArray[np.float64]:
-        """Service times at servers that share their effort."""
-        log = self.log
-        there = log.carried_over[log.carried_over[:, 2] > log.arrival[0]]
-        departure = np.concatenate((there[:, 2], log.departure))
-        service: NDArray[np.float64] = kernels.service_under_sharing(
-            np.concatenate((np.full(len(there), log.arrival[0]), log.arrival)),
-            departure,
-            np.concatenate((there[:, 0].astype(np.int32), self.server)),
-            np.argsort(departure, kind="stable"),
-            self.n_servers,
-        )
-        return service[len(there) :]
+        return rebuild.start_of_service(self.log, self.who, dispatch)
 
     def _check_sharing(self, overtaken: float) -> None:
         relative = self.relative(0.0)[self.counted]
-        correlation = _correlation(relative, self.queue_at_joining(0.0)[self.counted])
-        if abs(correlation) > _MOST_UNLIKE_SHARING + _MOST_T / math.sqrt(relative.size):
+        correlation = rebuild.unlike_sharing(relative, self.queue_at_joining(0.0)[self.counted])
+        if correlation is not None:
             raise ValueError(
                 f"the log's servers are neither FCFS ({100 * overtaken:.2g} % of the tasks leave "
                 "before the one ahead of them) nor do they share their effort (the requirements "
@@ -548,40 +485,22 @@ class _Fit:
             if self.discipline == FCFS:
                 time = np.maximum(self.log.departure - self._start(dispatch), 0.0)
             else:
-                time = self._shared()
-            self._services[dispatch] = _Service(time, *self._rates(time))
+                time = rebuild.shared_service(self.log, self.who)
+            if not time.any():
+                raise ValueError(
+                    "all rebuilt service times are zero: log_twin needs work to be done"
+                )
+            self._services[dispatch] = _Service(time, rebuild.rates(self.who, time))
         return self._services[dispatch]
-
-    def _rates(self, time: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        count = np.bincount(self.server, minlength=self.n_servers)
-        total = np.bincount(self.server, time, minlength=self.n_servers)
-        pooled = float(np.mean(time))
-        if pooled == 0.0:
-            raise ValueError("all rebuilt service times are zero: log_twin needs work to be done")
-        means = np.where(total > 0.0, total / np.maximum(count, 1), pooled)
-        # With equal counts, the sd of the means over that of the times times sqrt(N/n).
-        spread = math.sqrt(float(np.mean(count * (means - pooled) ** 2)))
-        differ = spread > _UNEQUAL_RATES * float(np.std(time))
-        rates = 1.0 / means if differ else np.full(self.n_servers, 1.0 / pooled)
-        return rates, means
 
     def relative(self, dispatch: float) -> NDArray[np.float64]:
         """Return service times over the mean of the server."""
         service = self.service(dispatch)
-        return service.time / service.means[self.server]
+        return service.time / service.rates.mean[self.who.joined]
 
     def queue_at_joining(self, dispatch: float) -> NDArray[np.int64]:
-        """Count the logged tasks that each task finds at its server when it gets there."""
-        log = self.log
-        found = np.empty(log.n_tasks, np.int64)
-        order = np.argsort(self.server, kind="stable")
-        ends = np.cumsum(np.bincount(self.server, minlength=self.n_servers))
-        for mine in np.split(order, ends[:-1]):
-            gone = np.searchsorted(
-                np.sort(log.departure[mine]), log.arrival[mine] + dispatch, side="right"
-            )
-            found[mine] = np.maximum(np.arange(mine.size) - gone, 0)
-        return found
+        """Count the tasks that each task finds at its server when it gets there."""
+        return rebuild.queue_at_joining(self.log, self.who, dispatch)
 
     # ----------------------------------------------------------------------------------------------
 
@@ -594,12 +513,13 @@ class _Fit:
                     "servers only: log_twin cannot run a twin of them"
                 )
             service = self.service(delays.dispatch)
-            equal = np.ptp(service.rates) == 0.0
+            rates = service.rates.rate
+            equal = np.ptp(rates) == 0.0
             self._scenarios[delays.dispatch] = Scenario(
-                n_servers=self.n_servers,
+                n_servers=self.who.number,
                 arrivals=ArrivalTrace(self.log.arrival),
-                service=ServiceTrace(service.time * service.rates[self.server]),
-                service_rates=float(service.rates[0]) if equal else service.rates.tolist(),
+                service=ServiceTrace(service.time * rates[self.who.joined]),
+                service_rates=float(rates[0]) if equal else rates.tolist(),
                 dispatch_delay=delays.dispatch,
                 control=self.control,
                 treatment=self.treatment,
@@ -632,7 +552,7 @@ class _Fit:
             arrival=log.arrival[ahead],
             departure=log.departure[ahead],
             treated=log.treated[ahead],
-            server=self.server[ahead],
+            server=self.who.joined[ahead],
             service_time=time[ahead],
         )
         requirements = np.asarray(scenario.service.requirements)  # type: ignore[union-attr]
@@ -647,7 +567,7 @@ class _Fit:
         )
         return _Run(
             np.concatenate((log.response_time[ahead], response)),
-            np.concatenate((self.server[ahead], server)),
+            np.concatenate((self.who.joined[ahead], server)),
         )
 
     def effect(self, delays: _Delays) -> float:
@@ -658,7 +578,7 @@ class _Fit:
     def agreement(self, run: _Run) -> float:
         """Return the share of the tasks that go where they went in the log."""
         part = slice(self.first, min(run.server.size, self.stop))
-        return float(np.mean(run.server[part] == self.server[part]))
+        return float(np.mean(run.server[part] == self.who.joined[part]))
 
     # ----------------------------------------------------------------------------------------------
 
@@ -720,13 +640,6 @@ class _Fit:
         return tuple(
             Moment(name, *map(float, row)) for name, *row in zip(_MOMENTS, *columns, strict=True)
         )
-
-
-def _correlation(x: NDArray[np.float64], y: NDArray[np.float64] | NDArray[np.int64]) -> float:
-    """Return the correlation, zero if one of the two is constant."""
-    x, y = x - x.mean(), y - y.mean()
-    square = float(x @ x) * float(y @ y)
-    return float(x @ y) / math.sqrt(square) if square > 0.0 else 0.0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -899,7 +812,7 @@ def _passes(fit: _Fit, delays: _Delays) -> _Passes:
             arms = (np.full(fit.stop, arm) for arm in (False, True))
             runs = [_Run(*run_traces(changed, arm, stream)) for arm in arms]
         work = np.asarray(changed.service.requirements)[start : fit.stop]  # type: ignore[union-attr]
-        works.append([_work_at_servers(run.server[start:], work, fit.n_servers) for run in runs])
+        works.append([_work_at_servers(run.server[start:], work, fit.who.number) for run in runs])
         difference = (runs[1].response - runs[0].response)[start:]
         differences.append(difference.reshape(_BLOCKS, size).mean(axis=1))
         orders.append(order)
@@ -950,7 +863,7 @@ def _tests(
 ) -> tuple[ByQueue, tuple[FitTest, ...]]:
     """Test the fit, and return requirements by queue length too."""
     relative = fit.relative(delays.dispatch)
-    queue = fit.queue_at_joining(delays.dispatch)[fit.counted]
+    queue = fit.queue_at_joining(delays.dispatch)
     tests = [
         _test_of(
             "moments",
@@ -963,7 +876,7 @@ def _tests(
         _test_of_load(loads),
         *_tests_of_columns(fit, delays, twin),
     ]
-    return _by_queue(queue, relative[fit.counted]), tuple(tests)
+    return _by_queue(queue[fit.counted], relative[fit.counted]), tuple(tests)
 
 
 def _test_of(
@@ -983,18 +896,16 @@ def _test_of(
 def _tests_of_requirements(
     fit: _Fit, relative: NDArray[np.float64], queue: NDArray[np.int64]
 ) -> Iterator[FitTest]:
-    mine = relative[fit.counted]
-    if float(np.std(mine)) < _EQUAL_SERVICE:
-        return
-    before = relative[fit.first - 1 : fit.stop - 1]
-    for name, other, what in (
-        ("requirement_and_queue", queue, "the queue that the task joins"),
-        ("requirement_and_arm", fit.log.treated[fit.counted].astype(np.float64), "the arm"),
-        ("requirement_and_previous", before, "that of the task before"),
-    ):
-        t = _correlation(mine, other) * math.sqrt(mine.size)
-        meaning = f"what a task asks of its server {{}} on {what}"
-        yield _test_of(name, t, _MOST_T, meaning, ("does not depend", "depends"))
+    found = rebuild.exogeneity(relative, queue, fit.log.treated, fit.counted)
+    what = {
+        "queue": "the queue that the task joins",
+        "arm": "the arm",
+        "previous": "that of the task before",
+    }
+    for name, t in found.items():
+        meaning = f"what a task asks of its server {{}} on {what[name]}"
+        words = ("does not depend", "depends")
+        yield _test_of(f"requirement_and_{name}", t, rebuild.MOST_T, meaning, words)
 
 
 def _test_of_load(loads: Loads) -> FitTest:
