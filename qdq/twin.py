@@ -32,7 +32,7 @@ from qdq import rebuild, trust, validation
 from qdq.estimators import Estimate, dq_response
 from qdq.policies import Policy, PowerOfD, RoundRobin
 from qdq.scenario import ArrivalTrace, Scenario, ServiceTrace
-from qdq.simulate import Seed, run_traces, seed_sequence
+from qdq.simulate import Seed, replay, run_traces, seed_sequence
 from qdq.tasklog import TaskLog
 
 FCFS = "fcfs"
@@ -245,8 +245,9 @@ def log_twin(
     ----------
     log : TaskLog
         Of a Bernoulli experiment, or from outside, with the column ``server``. Where it has
-        ``candidates`` (of policies that they determine: power of d, shortest expected delay, round
-        robin) or ``service_time`` they are used: for the delays, and for sharper tests.
+        ``candidates`` (of FCFS servers, and of policies that they determine: power of d, shortest
+        expected delay, round robin) or ``service_time`` they are used: for the delays, and for
+        sharper tests.
     control, treatment : Policy
         The policies that routed the log's control and treated tasks.
     n_servers : int, optional
@@ -277,7 +278,9 @@ def log_twin(
     **Rebuild.** With ``P_i`` the departure of the task ahead of task i at its server and b the
     dispatch delay, a FCFS server has spent ``S_i = D_i - max(A_i + b, P_i)`` on it. Where more than
     one task in a thousand leaves before the one ahead, servers are taken to share their effort, and
-    ``S_i`` is the integral of one over the number of tasks there.
+    ``S_i`` is the integral of one over the number of tasks there. They are refused if these service
+    times go with the number of tasks met, which they do if a server works on its tasks in another
+    way. A delay is not looked for where servers share: it shows as a misfit.
 
     **Fit.** Each server has a rate of its own if their mean service times differ by more than
     chance explains. Let M be the means and log standard deviations of the response in either arm
@@ -418,9 +421,6 @@ class _Fit:
     ) -> None:
         self.log, self.who = log, who
         self.control, self.treatment = control, treatment
-        # Others break ties by numbers that no log holds.
-        told = all(isinstance(policy, (PowerOfD, RoundRobin)) for policy in (control, treatment))
-        self.candidates = who.candidates if told else None
         # The first draws the candidates of all runs as the log was, so that they can be compared.
         self.streams = stream.spawn(_PASSES + 1)
         n = log.n_tasks
@@ -435,6 +435,12 @@ class _Fit:
         if overtaken > rebuild.MOST_OVERTAKEN:
             self.discipline = PROCESSOR_SHARING
             self._check_sharing(overtaken)
+        # Other policies break ties by numbers that no log holds, and no log shows the state from
+        # which to go on at servers that share.
+        told = all(isinstance(policy, (PowerOfD, RoundRobin)) for policy in (control, treatment))
+        self.candidates = who.candidates if told and self.discipline == FCFS else None
+        # Tasks that are sent under one arm: those after the counted ones slow them down or not.
+        self.length = self.stop if self.discipline == FCFS else n
         self.unit = float(np.mean(self.service(0.0).time))
         self.scenario(_Delays(0.0, 0.0))  # refuses what are no policies
 
@@ -507,11 +513,6 @@ class _Fit:
     def scenario(self, delays: _Delays) -> Scenario:
         """Return the system with some delays."""
         if delays.dispatch not in self._scenarios:
-            if self.discipline != FCFS:
-                raise ValueError(
-                    "the log's servers share their effort among their tasks, and Scenario has FCFS "
-                    "servers only: log_twin cannot run a twin of them"
-                )
             service = self.service(delays.dispatch)
             rates = service.rates.rate
             equal = np.ptp(rates) == 0.0
@@ -521,6 +522,7 @@ class _Fit:
                 service=ServiceTrace(service.time * rates[self.who.joined]),
                 service_rates=float(rates[0]) if equal else rates.tolist(),
                 dispatch_delay=delays.dispatch,
+                discipline=self.discipline,
                 control=self.control,
                 treatment=self.treatment,
                 allow_unstable=True,
@@ -531,12 +533,12 @@ class _Fit:
     def run(self, delays: _Delays, treated: bool | None = None, stop: int | None = None) -> _Run:
         """Run the twin in the log's own order: as the log was, up to some task, or with one arm."""
         scenario, candidates = self.scenario(delays), self.candidates
-        if treated is None and candidates is not None and self.discipline == FCFS:
+        if treated is None and candidates is not None:
             return self._run_on(scenario, stop)
-        arms = self.log.treated[:stop] if treated is None else np.full(self.stop, treated)
+        arms = self.log.treated[:stop] if treated is None else np.full(self.length, treated)
         if candidates is not None:
             candidates = candidates[: arms.size]
-        return _Run(*run_traces(scenario, arms, self.streams[0], candidates))
+        return _sent(scenario, arms, self.streams[0], candidates)
 
     def _run_on(self, scenario: Scenario, stop: int | None) -> _Run:
         """Run the twin as the log was, from the log's own state before the counted tasks.
@@ -640,6 +642,34 @@ class _Fit:
         return tuple(
             Moment(name, *map(float, row)) for name, *row in zip(_MOMENTS, *columns, strict=True)
         )
+
+
+def _sent(
+    scenario: Scenario,
+    treated: NDArray[np.bool_],
+    stream: np.random.SeedSequence,
+    candidates: NDArray[np.int32] | None = None,
+) -> _Run:
+    """Send the scenario's traces through it, one for each arm given.
+
+    At servers that share nobody comes after the last of them.
+    """
+    if scenario.discipline == FCFS:
+        return _Run(*run_traces(scenario, treated, stream, candidates))
+    n = treated.size
+    arrival = np.asarray(scenario.arrivals.times)[:n]  # type: ignore[union-attr]
+    service = np.asarray(scenario.service.requirements)[:n] / scenario.rates[0]  # type: ignore[union-attr]
+    traces = TaskLog(
+        arrival=arrival,
+        departure=arrival + service,
+        treated=treated,
+        server=np.zeros(n, np.int32),  # so that requirements are those of the trace
+        service_time=service,
+    )
+    assert isinstance(stream.entropy, int)
+    log = replay(scenario, traces, treated, (stream.entropy, *stream.spawn_key))
+    assert log.server is not None
+    return _Run(log.response_time, log.server)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -787,14 +817,14 @@ def _passes(fit: _Fit, delays: _Delays) -> _Passes:
     scenario = fit.scenario(delays)
     size = (fit.stop - fit.first) // _BLOCKS
     start = fit.stop - size * _BLOCKS
-    arrival = fit.log.arrival[: fit.stop]
-    requirement = np.asarray(scenario.service.requirements)[: fit.stop]  # type: ignore[union-attr]
+    arrival, stop = fit.log.arrival, fit.stop
+    requirement = np.asarray(scenario.service.requirements)  # type: ignore[union-attr]
     gap = np.diff(arrival, prepend=arrival[0])
-    span = float(arrival[-1] - arrival[start - 1])
+    span = float(arrival[stop - 1] - arrival[start - 1])
 
     def in_order(values: NDArray[np.float64], blocks: NDArray[np.int64]) -> NDArray[np.float64]:
-        rows = values[start:].reshape(_BLOCKS, size)[blocks]
-        return np.concatenate((values[:start], rows.ravel()))
+        rows = values[start:stop].reshape(_BLOCKS, size)[blocks]
+        return np.concatenate((values[:start], rows.ravel(), values[stop:]))
 
     differences, orders, works = [], [], []
     for k, stream in enumerate(fit.streams[1:]):
@@ -809,22 +839,18 @@ def _passes(fit: _Fit, delays: _Delays) -> _Passes:
                 arrivals=ArrivalTrace(arrival[0] + np.cumsum(in_order(gap, order[0]))),
                 service=ServiceTrace(in_order(requirement, order[1])),
             )
-            arms = (np.full(fit.stop, arm) for arm in (False, True))
-            runs = [_Run(*run_traces(changed, arm, stream)) for arm in arms]
-        work = np.asarray(changed.service.requirements)[start : fit.stop]  # type: ignore[union-attr]
-        works.append([_work_at_servers(run.server[start:], work, fit.who.number) for run in runs])
-        difference = (runs[1].response - runs[0].response)[start:]
+            arms = (np.full(fit.length, arm) for arm in (False, True))
+            runs = [_sent(changed, arm, stream) for arm in arms]
+        work = np.asarray(changed.service.requirements)[start:stop]  # type: ignore[union-attr]
+        works.append(
+            [np.bincount(run.server[start:stop], work, minlength=fit.who.number) for run in runs]
+        )
+        difference = (runs[1].response - runs[0].response)[start:stop]
         differences.append(difference.reshape(_BLOCKS, size).mean(axis=1))
         orders.append(order)
     gaps, requirements = np.array(orders).transpose(1, 0, 2)
     control, treatment = np.mean(works, axis=0) / span / scenario.rates
     return _Passes(np.array(differences), gaps, requirements, Loads(control, treatment))
-
-
-def _work_at_servers(
-    server: NDArray[np.int32], requirement: NDArray[np.float64], n_servers: int
-) -> NDArray[np.float64]:
-    return np.bincount(server, requirement, minlength=n_servers).astype(np.float64)
 
 
 def _crossed_variance(passes: _Passes) -> float:

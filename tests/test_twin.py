@@ -83,7 +83,7 @@ def test_service_times_of_fcfs_servers_are_rebuilt(changes):
 
 
 def sharing_log(n=3_000, n_servers=4, rate=0.7, d=(1, 2), seed=1, order="sharing"):
-    """Serve tasks by processor sharing, or the last one first, in plain Python."""
+    """Serve all tasks at once, the two oldest or the last one, in plain Python."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1.0 / (n_servers * rate), n))
     requirement = rng.exponential(size=n)
@@ -94,7 +94,8 @@ def sharing_log(n=3_000, n_servers=4, rate=0.7, d=(1, 2), seed=1, order="sharing
 
     def advance(s, until):
         while left[s]:
-            served = list(left[s]) if order == "sharing" else [max(left[s])]
+            oldest = sorted(left[s])
+            served = {"sharing": oldest, "two": oldest[:2], "last": oldest[-1:]}[order]
             first = min(served, key=left[s].get)
             ends = since[s] + left[s][first] * len(served)
             for k in served:
@@ -339,6 +340,61 @@ def test_a_change_of_the_unit_of_time_changes_the_unit_only():
         assert a.value == pytest.approx(b.value, rel=1e-4, abs=1e-9)
     for a, b in zip(one.moments, eight.moments, strict=True):
         assert_allclose(np.array(b[1:]), 8.0 * np.array(a[1:]), rtol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# Servers that share
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_twin_of_sharing_servers_is_near_the_truth():
+    # With exponential requirements queues are those of FCFS servers in law, and so is the effect.
+    truth = qdq.true_effect(PAIR).value
+    scenario = PAIR.replace(discipline="processor_sharing")
+    found = [qdq.log_twin(simulated(scenario, 20_000, (3, j)), ONE, TWO) for j in range(4)]
+    assert all(one.trusted for one in found)
+    assert all(one.scenario.discipline == "processor_sharing" for one in found)
+    error = math.sqrt(sum(one.standard_error**2 for one in found)) / 4
+    assert abs(np.mean([one.value for one in found]) - truth) < Z * error
+    assert Z * error < 0.2 * abs(truth)
+
+
+def test_sharing_servers_of_an_independent_simulation_pass():
+    log, requirement = sharing_log(n=8_000)
+    assert qdq.log_twin(log, ONE, TWO).trusted
+    fit = fitted(log)
+    rebuilt = fit.service(0.0).time
+    assert_allclose(rebuilt, requirement, rtol=0, atol=1e-9)
+
+
+def test_runs_at_sharing_servers_are_those_of_the_simulator():
+    scenario = SMALL.replace(discipline="processor_sharing")
+    log = simulated(scenario, n=6_000, seed=4, warm_up=0.0, record=("candidates", "service_time"))
+    fit = fitted(log, scenario)
+    assert fit.candidates is None  # to the end of its tasks a log has not all that slow them down
+    run = fit.run(twin._Delays(0.0, 0.0))
+    own = replace(outside(log), service_time=fit.service(0.0).time, candidates=None)
+    fitted_scenario = fit.scenario(twin._Delays(0.0, 0.0))
+    stream = fit.streams[0]
+    again = qdq.replay(fitted_scenario, own, log.treated, (stream.entropy, *stream.spawn_key))
+    assert_array_equal(run.server, again.server)
+    assert_allclose(run.response, again.response_time, rtol=0, atol=1e-9)
+    # With the log's candidates this system is the log, but for those still there at its end.
+    same = qdq.replay(fitted_scenario, replace(own, candidates=log.candidates), log.treated)
+    assert_array_equal(same.server[:5_500], log.server[:5_500])
+    assert_allclose(same.response_time[:5_500], log.response_time[:5_500], rtol=0, atol=1e-6)
+
+
+def test_what_comes_after_the_counted_tasks_slows_them_down_at_sharing_servers():
+    scenario = SMALL.replace(discipline="processor_sharing")
+    log = simulated(scenario, n=6_000, seed=4, warm_up=0.0)
+    fit = fitted(log, scenario)
+    passes = twin._passes(fit, twin._Delays(0.0, 0.0))
+    one, zero = (fit.run(twin._Delays(0.0, 0.0), arm).response for arm in (True, False))
+    assert one.size == log.n_tasks
+    counted = slice(fit.stop - 20 * ((fit.stop - fit.first) // 20), fit.stop)
+    blocks = (one - zero)[counted].reshape(20, -1).mean(axis=1)
+    assert_allclose(passes.difference[0], blocks, rtol=1e-12)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -655,13 +711,13 @@ def test_logs_that_say_too_little_are_refused(log):
         qdq.log_twin(outside(log, treated=rare, propensity=None), ONE, TWO)
 
 
-def test_servers_that_are_not_fcfs_are_refused():
-    log, _ = sharing_log()
-    with pytest.raises(ValueError, match="share their effort among their tasks, and Scenario has"):
-        qdq.log_twin(log, ONE, TWO)
+def test_servers_that_neither_wait_in_line_nor_share_are_refused_or_not_trusted():
     last, _ = sharing_log(order="last")
     with pytest.raises(ValueError, match=r"neither FCFS .* nor do they share their effort"):
         qdq.log_twin(last, ONE, TWO)
+    two, _ = sharing_log(order="two", rate=0.8, n=6_000)
+    with pytest.raises(ValueError, match=r"neither FCFS .* nor do they share their effort"):
+        qdq.log_twin(two, ONE, TWO)
 
 
 def test_the_number_of_servers_is_the_logs_or_else_warned_of(log, result):
