@@ -154,25 +154,64 @@ def dq_score(
     """
     level, variance = _checked_options(level, variance)
     met = _look(log, "dq_score", control, treatment, n_servers, service)
-    span = _horizon(log, met, horizon)
+    result, _ = _scored(log, met, _horizon(log, met, horizon), level, variance)
+    _warn_of_doubts(log, result)
+    return result
+
+
+def scored(
+    log: TaskLog, control: Policy, treatment: Policy, horizon: int, service: bool, level: float
+) -> tuple[Estimate, NDArray[np.float64]]:
+    """Return what `dq_score` finds, and the values of windows (m,) that it is the mean of.
+
+    It does not warn of what is doubtful about the log.
+    """
+    met = _look(log, "dq_score", control, treatment, None, service)
+    return _scored(log, met, horizon, level, "hac")
+
+
+def _scored(
+    log: TaskLog, met: _Met, span: int, level: float, variance: str
+) -> tuple[Estimate, NDArray[np.float64]]:
+    products = _products(log, met, span)
+    spread = spread_of_mean(products, log.treated[log.first_counted :][: products.size], variance)
+    value = float(products.mean())
+    result = _estimate("dq_score", value, spread, level, variance, span, products.size)
+    return result, products
+
+
+def _products(log: TaskLog, met: _Met, span: int) -> NDArray[np.float64]:
     first, stop = log.first_counted, log.n_tasks - span
     response = _window_sums(log.response_time, span)[first:stop]
     rest = _without_regression(response, _terms(log, met, span), span)
-    products = met.score[first:stop] * rest
-    value = float(products.mean())
-    arms = log.treated[first:stop]
+    products: NDArray[np.float64] = met.score[first:stop] * rest
+    return products
+
+
+def spread_of_mean(
+    values: NDArray[np.float64], treated: NDArray[np.bool_], variance: str
+) -> Spread:
+    """Return the variance of the mean of values of windows, in the way that is asked for.
+
+    Parameters
+    ----------
+    values : ndarray of float64, shape (m,)
+    treated : ndarray of bool, shape (m,)
+    variance : str
+        As for `dq_score`.
+    """
+    value = float(values.mean())
 
     def influence(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
         counts, sums = blocks.sum(axis=1).T
-        return (sums - value * counts) / products.size  # type: ignore[no-any-return]
+        return (sums - value * counts) / values.size  # type: ignore[no-any-return]
 
     def estimate(sums: NDArray[np.float64]) -> float:
         return float(sums[:, 1].sum() / sums[:, 0].sum())
 
-    blocks = _blocks(arms, products[:, None])
-    by_score = Spread(float(products.var()) / products.size, math.inf)
-    spread = inference.spread(variance, by_score, blocks, influence, estimate)
-    return _estimate("dq_score", log, value, spread, level, variance, span, products.size)
+    blocks = _blocks(treated, values[:, None])
+    by_score = Spread(float(values.var()) / values.size, math.inf)
+    return inference.spread(variance, by_score, blocks, influence, estimate)
 
 
 def lstd_dq(
@@ -270,8 +309,10 @@ def lstd_dq(
     spread = inference.spread(
         variance, by_score, blocks, influence, lambda sums: _solve(_moments(sums[None])[0])[0]
     )
-    scored = steps + 1 - horizon
-    return _estimate("lstd_dq", log, value, spread, level, variance, horizon, scored)
+    windows = steps + 1 - horizon
+    result = _estimate("lstd_dq", value, spread, level, variance, horizon, windows)
+    _warn_of_doubts(log, result)
+    return result
 
 
 # --------------------------------------------------------------------------------------------------
@@ -828,7 +869,6 @@ def _blocks(treated: NDArray[np.bool_], values: NDArray[np.float64]) -> NDArray[
 
 def _estimate(
     method: str,
-    log: TaskLog,
     value: float,
     spread: Spread,
     level: float,
@@ -836,7 +876,7 @@ def _estimate(
     horizon: int,
     n_used: int,
 ) -> Estimate:
-    result = Estimate(
+    return Estimate(
         method=method,
         value=value,
         standard_error=math.sqrt(max(spread.variance, 0.0)),
@@ -846,6 +886,8 @@ def _estimate(
         variance=variance,
         horizon=horizon,
     )
+
+
+def _warn_of_doubts(log: TaskLog, result: Estimate) -> None:
     for doubt in trust.doubts(log, [result]):
         warnings.warn(doubt, UserWarning, stacklevel=3)
-    return result

@@ -28,8 +28,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qdq import rebuild, trust, validation
+from qdq import rebuild, score, trust, validation
 from qdq.estimators import Estimate, dq_response
+from qdq.inference import Spread
 from qdq.policies import Policy, PowerOfD, RoundRobin
 from qdq.scenario import ArrivalTrace, Scenario, ServiceTrace
 from qdq.simulate import Seed, replay, run_traces, seed_sequence
@@ -152,9 +153,20 @@ class Fallback(NamedTuple):
     dq_log: float
     dq_twin: float
     horizon: int
+    method: str
+    """What DQ is: `dq_score`, or `dq_response` where that refuses a policy."""
     meaning: str = (
         "aims at the slope at the log's share of treatment, may miss half the effect at high load"
     )
+
+
+class Scores(NamedTuple):
+    """What `dq_score` finds in the log's counted tasks, to be seen beside the twin."""
+
+    without_service: Estimate | None
+    """None where it refuses a policy."""
+    with_service: Estimate | None
+    """None also where requirements depend on what they must not depend on."""
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
@@ -178,6 +190,7 @@ class LogTwin(Estimate):
     loads: Loads = dataclasses.field(compare=False)
     by_queue: ByQueue = dataclasses.field(compare=False)
     fallback: Fallback
+    scores: Scores
 
     @property
     def verdict(self) -> str:
@@ -199,10 +212,21 @@ class LogTwin(Estimate):
                 "deployed alone, an arm overloads a server, so that there is no finite effect to "
                 "estimate"
             )
+        found = [
+            ("the twin alone", self.twin_value, self.twin_standard_error),
+            *(
+                (f"dq_score {name.replace('_', ' ')} terms", one.value, one.standard_error)
+                for name, one in self.scores._asdict().items()
+                if one is not None
+            ),
+        ]
         return (
-            f"the value is the twin's corrected by Differences-in-Q, which {self.fallback.meaning};"
-            f" the twin alone says {self.twin_value:.6g}, standard error "
-            f"{self.twin_standard_error:.3g}"
+            f"the value is the twin's corrected by {self.fallback.method}, which "
+            f"{self.fallback.meaning}; "
+            + ", ".join(
+                f"{name} says {value:.6g}, standard error {error:.3g}"
+                for name, value, error in found
+            )
         )
 
     def __repr__(self) -> str:
@@ -343,7 +367,7 @@ def log_twin(
     error = math.sqrt(variance)
     by_queue, tests = _tests(fit, delays, twin, passes.loads)
     trusted = all(test.passed for test in tests)
-    fallback = _fallback(fit, delays, twin, value, error)
+    fallback, scores = _fallback(fit, delays, tests, value, error, level)
     scenario = fit.scenario(delays)
     overloaded = max(map(np.max, passes.loads)) >= 1.0
     then = (math.nan, math.nan) if overloaded else fallback[:2]
@@ -364,6 +388,7 @@ def log_twin(
         loads=passes.loads,
         by_queue=by_queue,
         fallback=fallback,
+        scores=scores,
     )
     for doubt in trust.doubts(log, [result]):
         warnings.warn(doubt, UserWarning, stacklevel=2)
@@ -422,7 +447,8 @@ class _Fit:
         self.log, self.who = log, who
         self.control, self.treatment = control, treatment
         # The first draws the candidates of all runs as the log was, so that they can be compared.
-        self.streams = stream.spawn(_PASSES + 1)
+        # The last ones are for runs with other arms.
+        self.streams = stream.spawn(2 * _PASSES + 1)
         n = log.n_tasks
         self.first = max(log.first_counted, 1, min(_FIRST, int(n * _FIRST_SHARE)))
         self.stop = n - min(_LAST, int(n * _LAST_SHARE))
@@ -827,7 +853,7 @@ def _passes(fit: _Fit, delays: _Delays) -> _Passes:
         return np.concatenate((values[:start], rows.ravel(), values[stop:]))
 
     differences, orders, works = [], [], []
-    for k, stream in enumerate(fit.streams[1:]):
+    for k, stream in enumerate(fit.streams[1 : _PASSES + 1]):
         if k == 0:
             order = np.tile(np.arange(_BLOCKS), (2, 1))
             changed = scenario
@@ -987,36 +1013,80 @@ def _by_queue(queue: NDArray[np.int64], relative: NDArray[np.float64]) -> ByQueu
 # --------------------------------------------------------------------------------------------------
 
 
-def _fallback(fit: _Fit, delays: _Delays, twin: _Run, value: float, error: float) -> Fallback:
+def _fallback(
+    fit: _Fit,
+    delays: _Delays,
+    tests: tuple[FitTest, ...],
+    value: float,
+    error: float,
+    level: float,
+) -> tuple[Fallback, Scores]:
     """Correct the twin's effect by the difference in DQ between the log and the twin.
 
-    The truncated sums of both have the same windows and arms, and DQ is linear in the response: so
-    that difference is the DQ of response less that of the twin, and has the error of that. A
-    constant, which group means do not see, keeps it positive.
+    The twin is run with arms and candidates drawn anew. With the log's own arms, requirements that
+    do depend on the queue would bring the log's effect into the twin's DQ, where it cancels. The
+    windows of both have the same gaps and requirements, so the error is that of their difference.
     """
-    log = fit.log
+    log, first, stop = fit.log, fit.first, fit.stop
     rate = (log.n_tasks - 1) / float(log.arrival[-1] - log.arrival[0])
-    longest = (fit.stop - fit.first) // (2 * _BLOCKS)
-    mean = float(np.mean(fit.service(delays.dispatch).time))
-    horizon = max(1, min(int(30.0 * rate * mean), longest))
-    apart = log.departure + (float(twin.response.max()) - twin.response)
+    longest = (stop - first) // (2 * _BLOCKS)
+    time = fit.service(delays.dispatch).time
+    horizon = max(1, min(int(30.0 * rate * float(np.mean(time))), longest))
+    scenario = fit.scenario(delays)
+    requirement = np.asarray(scenario.service.requirements)  # type: ignore[union-attr]
+    counted = log.treated[fit.counted]
+    share = float(np.mean(counted)) if log.propensity is None else log.propensity
+
+    def part(run: _Run, treated: NDArray[np.bool_], time: NDArray[np.float64]) -> TaskLog:
+        return TaskLog(
+            arrival=log.arrival[:stop],
+            departure=log.arrival[:stop] + run.response[:stop],
+            treated=treated[:stop],
+            server=run.server[:stop],
+            service_time=time[:stop],
+            propensity=share,
+            n_servers=fit.who.number,
+            skip=float(log.arrival[first] - log.arrival[0]),
+            scenario=scenario if delays.dispatch or delays.information else None,
+        )
+
+    parts = [part(_Run(log.response_time, fit.who.joined), log.treated, time)]
+    for stream in fit.streams[_PASSES + 1 :]:
+        draw = np.random.Generator(np.random.Philox(stream.spawn(1)[0]))
+        arms = draw.random(fit.length) < share
+        run = _sent(scenario, arms, stream)
+        work = requirement[: arms.size] / scenario.rates[run.server]
+        parts.append(part(run, arms, work))
+
+    exogenous = all(test.passed for test in tests if test.name.startswith("requirement"))
+    policies = fit.control, fit.treatment
     with warnings.catch_warnings():
         # What is doubtful about the log is said once, of the result.
         warnings.simplefilter("ignore", UserWarning)
-        of_log, correction = (
-            dq_response(
-                TaskLog(
-                    arrival=log.arrival, departure=departure, treated=log.treated, skip=log.skip
-                ),
-                horizon=horizon,
+        try:
+            plain = score.scored(parts[0], *policies, horizon, False, level)
+            rich = score.scored(parts[0], *policies, horizon, True, level) if exogenous else None
+            found = [score.scored(x, *policies, horizon, exogenous, level) for x in parts[1:]]
+        except ValueError:  # no probability of a choice can be had for a policy
+            scores, method = Scores(None, None), "dq_response"
+            estimates = [dq_response(x, horizon=horizon) for x in parts]
+            variances = np.array([one.standard_error**2 for one in estimates])
+            apart = Spread(
+                float(variances[0] + variances[1:].sum() / _PASSES**2),
+                min(one.degrees_of_freedom for one in estimates),
             )
-            for departure in (log.departure, apart)
-        )
+        else:
+            scores, method = Scores(plain[0], rich[0] if rich else None), "dq_score"
+            estimates = [one for one, _ in (rich or plain, *found)]
+            differences = (rich or plain)[1] - np.mean([values for _, values in found], axis=0)
+            apart = score.spread_of_mean(differences, counted[: differences.size], "hac")
+    dq_log, *dq_twin = (one.value for one in estimates)
     return Fallback(
-        value=value + correction.value,
-        standard_error=math.hypot(error, correction.standard_error),
-        degrees_of_freedom=min(_BLOCKS - 1, correction.degrees_of_freedom),
-        dq_log=of_log.value,
-        dq_twin=of_log.value - correction.value,
+        value=value + dq_log - float(np.mean(dq_twin)),
+        standard_error=math.sqrt(error**2 + apart.variance),
+        degrees_of_freedom=min(_BLOCKS - 1, apart.degrees_of_freedom),
+        dq_log=dq_log,
+        dq_twin=float(np.mean(dq_twin)),
         horizon=horizon,
-    )
+        method=method,
+    ), scores

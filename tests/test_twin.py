@@ -596,20 +596,50 @@ def test_a_policy_of_the_users_own():
 
 def test_the_fallback_is_the_twin_corrected_by_dq(log, result):
     found = result.fallback
+    assert found.method == "dq_score"
     assert found.value == pytest.approx(result.twin_value + found.dq_log - found.dq_twin)
     rate = (log.n_tasks - 1) / (log.arrival[-1] - log.arrival[0])
     assert found.horizon == int(30.0 * rate * fitted(log).unit)
     assert found.horizon == pytest.approx(30.0 * 4 * 0.7, rel=0.05)
-    assert found.dq_log == qdq.dq_response(log, horizon=found.horizon).value
-    fit = fitted(log)
-    run = fit.run(twin._Delays(0.0, 0.0))
-    copy = qdq.TaskLog(
-        arrival=log.arrival, departure=log.arrival + run.response, treated=log.treated
+    # Its parts are those of the log between the ends that the twin leaves out.
+    counted = slice(0, 29_500)
+    columns = ("arrival", "departure", "treated", "server")
+    part = qdq.TaskLog(
+        **{name: getattr(log, name)[counted] for name in columns},
+        propensity=0.5,
+        n_servers=4,
+        skip=log.arrival[2_000] - log.arrival[0],
     )
-    own = qdq.dq_response(copy, horizon=found.horizon).value
-    assert found.dq_twin == pytest.approx(own, abs=1e-9)
-    # The twin goes with the log, so their difference is known better than either.
-    assert found.standard_error < qdq.dq_response(log, horizon=found.horizon).standard_error
+    for own, service in zip(result.scores, (False, True), strict=True):
+        other = qdq.dq_score(part, ONE, TWO, horizon=found.horizon, service=service)
+        assert own.n_used == other.n_used == 27_500 - found.horizon
+        assert own.value == pytest.approx(other.value, rel=0.05)
+        assert own.standard_error == pytest.approx(other.standard_error, rel=0.05)
+    assert found.dq_log == result.scores.with_service.value
+    assert result.scores.with_service.standard_error < result.scores.without_service.standard_error
+    # With arms drawn anew the twin's DQ has the log's expectation.
+    apart = found.dq_log - found.dq_twin
+    error = math.sqrt(found.standard_error**2 - result.twin_standard_error**2)
+    assert abs(apart) < Z * error
+    assert 0.5 < error / result.scores.with_service.standard_error < math.sqrt(2.0)
+
+
+def test_where_scores_cannot_be_had_the_fallback_is_by_response():
+    # Of unequal rates that are found from a log ties are lost, so expected delays have no ranks.
+    scenario = SMALL.replace(
+        service_rates=[0.5, 0.8, 1.2, 1.9],
+        arrivals=qdq.Poisson(0.45),
+        treatment=qdq.ShortestExpectedDelay(3),
+    )
+    log = simulated(scenario, n=12_000)
+    found = qdq.log_twin(log, ONE, scenario.treatment)
+    assert found.fallback.method == "dq_response"
+    assert found.scores == (None, None)
+    assert found.fallback.value == pytest.approx(
+        found.twin_value + found.fallback.dq_log - found.fallback.dq_twin
+    )
+    apart = abs(found.fallback.value - found.twin_value)
+    assert apart < Z * found.fallback.standard_error
 
 
 def test_a_twin_that_is_not_trusted_says_so_and_gives_the_fallback():
