@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qdq import rebuild, score, trust, validation
 from qdq.estimators import Estimate, dq_response
-from qdq.inference import Spread
+from qdq.inference import Spread, confidence_interval
 from qdq.policies import Policy, PowerOfD, RoundRobin
 from qdq.scenario import ArrivalTrace, Scenario, ServiceTrace
 from qdq.simulate import Seed, replay, run_traces, seed_sequence
@@ -81,6 +81,8 @@ _COARSE_TASKS = 30_000  # that tell one point of the grid from the next; a quart
 _NO_DELAY = 1e-6  # in mean service times: rounding
 _DERIVATIVE_STEP = 0.1  # in mean service times: wide enough to rise above the noise of candidates
 
+# Policies that candidates determine.
+_TOLD = (PowerOfD, RoundRobin)
 # Runs under either arm. Each averages over other pairs of arrivals and requirements and over other
 # candidates; what is left of the error after a few is that of the log's own gaps and requirements.
 _PASSES = 4
@@ -169,14 +171,18 @@ class Scores(NamedTuple):
     """None also where requirements depend on what they must not depend on."""
 
 
-@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
-class LogTwin(Estimate):
-    """What `log_twin` found: an `Estimate`, and why it is to be trusted or not.
+class MeanResponse(NamedTuple):
+    """Mean response time in the twin if one policy routes all tasks, with its interval."""
 
-    Where all tests of fit hold, `value` and `standard_error` are the twin's. Where one fails they
-    are those of the fallback, which corrects the twin by Differences-in-Q and shares their limits.
-    Where an arm overloads a server there is no finite effect, and both are nan.
-    """
+    value: float
+    standard_error: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class _Twin(Estimate):
+    """An estimate from a twin, and why it is to be trusted or not."""
 
     trusted: bool
     """Whether all tests of fit hold."""
@@ -189,8 +195,6 @@ class LogTwin(Estimate):
     moments: tuple[Moment, ...]
     loads: Loads = dataclasses.field(compare=False)
     by_queue: ByQueue = dataclasses.field(compare=False)
-    fallback: Fallback
-    scores: Scores
 
     @property
     def verdict(self) -> str:
@@ -205,8 +209,46 @@ class LogTwin(Estimate):
         return f"not trusted: {len(failed)} of {len(self.tests)} tests of fit fail: {reasons}"
 
     @property
-    def _instead(self) -> str:
+    def _more(self) -> str:
+        """What is to be known beside the verdict, or nothing."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "\n".join(filter(None, (Estimate.__repr__(self), self.verdict, self._more)))
+
+    def _repr_html_(self) -> str:
+        said = "; ".join(filter(None, (self.verdict, self._more)))
+        rows = "".join(
+            f"<tr><td>{escape(test.name)}</td><td>{test.value:.4g}</td>"
+            f"<td>{test.threshold:.4g}</td><td>{'holds' if test.passed else 'fails'}</td>"
+            f"<td>{escape(test.meaning)}</td></tr>"
+            for test in self.tests
+        )
+        names = ("test of fit", "value", "threshold", "outcome", "what it says")
+        head = "".join(f"<th>{name}</th>" for name in names)
+        return (
+            f"{Estimate._repr_html_(self)}<p>{escape(said[0].upper() + said[1:])}.</p>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class LogTwin(_Twin):
+    """What `log_twin` found: an `Estimate`, and why it is to be trusted or not.
+
+    Where all tests of fit hold, `value` and `standard_error` are the twin's. Where one fails they
+    are those of the fallback, which corrects the twin by Differences-in-Q and shares their limits.
+    Where an arm overloads a server there is no finite effect, and both are nan.
+    """
+
+    fallback: Fallback
+    scores: Scores
+
+    @property
+    def _more(self) -> str:
         """What stands in for a twin that is not trusted, and what the twin says."""
+        if self.trusted:
+            return ""
         if math.isnan(self.standard_error):
             return (
                 "deployed alone, an arm overloads a server, so that there is no finite effect to "
@@ -229,24 +271,39 @@ class LogTwin(Estimate):
             )
         )
 
-    def __repr__(self) -> str:
-        said = f"{Estimate.__repr__(self)}\n{self.verdict}"
-        return said if self.trusted else f"{said}\n{self._instead}"
 
-    def _repr_html_(self) -> str:
-        said = self.verdict if self.trusted else f"{self.verdict}; {self._instead}"
-        rows = "".join(
-            f"<tr><td>{escape(test.name)}</td><td>{test.value:.4g}</td>"
-            f"<td>{test.threshold:.4g}</td><td>{'holds' if test.passed else 'fails'}</td>"
-            f"<td>{escape(test.meaning)}</td></tr>"
-            for test in self.tests
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class WhatIf(_Twin):
+    """What `what_if` found: an `Estimate`, and why it is to be trusted or not.
+
+    Where a test of fit fails, `value` and `standard_error` are nan: no data tell of a policy that
+    was never run but by the twin. `loads` and `mean_response` are those of the twin, trusted or
+    not, and the treatment of `scenario` and of `loads` is the policy asked about.
+    """
+
+    policy: Policy
+    mean_response: MeanResponse
+    tested: bool
+    """Whether the policy is one of the log's two."""
+
+    @property
+    def _more(self) -> str:
+        """What the mean is, and what no test has seen."""
+        mean = self.mean_response
+        said = (
+            f"under {self.policy!r} the twin's mean response is {mean.value:.6g}, "
+            f"{100 * self.level:g} % interval [{mean.low:.6g}, {mean.high:.6g}]"
         )
-        names = ("test of fit", "value", "threshold", "outcome", "what it says")
-        head = "".join(f"<th>{name}</th>" for name in names)
-        return (
-            f"{Estimate._repr_html_(self)}<p>{escape(said[0].upper() + said[1:])}.</p>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        )
+        if not self.trusted:
+            said += f"; less that under control it says {self.twin_value:.6g}"
+        return said if self.tested else f"{said}; {_untested(self.policy)}"
+
+
+def _untested(policy: Policy) -> str:
+    return (
+        f"no task of the log was routed by {policy!r}: only the policies of its two arms have been "
+        "tested against data"
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,42 +414,169 @@ def log_twin(
     (True, True)
     """
     level = validation.number("level", level, "strictly between 0 and 1", above=0.0, below=1.0)
-    fit = _Fit(log, _who(log, n_servers), control, treatment, seed_sequence(seed))
-    delays = _delays(fit)
-    twin = fit.run(delays)
-
-    passes = _passes(fit, delays)
-    value = float(passes.difference.mean())
-    variance = _crossed_variance(passes) + _variance_from_delays(fit, delays)
-    error = math.sqrt(variance)
-    by_queue, tests = _tests(fit, delays, twin, passes.loads)
-    trusted = all(test.passed for test in tests)
-    fallback, scores = _fallback(fit, delays, tests, value, error, level)
-    scenario = fit.scenario(delays)
-    overloaded = max(map(np.max, passes.loads)) >= 1.0
+    fit = _Fit(log, _who(log, n_servers, "log_twin"), control, treatment, seed, "log_twin")
+    twin = _twin(fit, treatment)
+    overloaded = max(map(np.max, twin.loads)) >= 1.0
+    fallback, scores = _fallback(fit, twin, level)
     then = (math.nan, math.nan) if overloaded else fallback[:2]
+    trusted = twin.trusted
     result = LogTwin(
-        method="log_twin",
-        value=value if trusted else then[0],
-        standard_error=error if trusted else then[1],
-        level=level,
+        value=twin.effect.value if trusted else then[0],
+        standard_error=twin.effect.standard_error if trusted else then[1],
         degrees_of_freedom=_BLOCKS - 1 if trusted else fallback.degrees_of_freedom,
-        n_used=fit.stop - fit.first,
-        variance="batch_means",
-        trusted=trusted,
-        twin_value=value,
-        twin_standard_error=error,
-        scenario=scenario.replace(allow_unstable=scenario.load >= 1.0),
-        tests=tests,
-        moments=fit.compared(twin.response),
-        loads=passes.loads,
-        by_queue=by_queue,
         fallback=fallback,
         scores=scores,
+        **_fields(fit, twin, level),
     )
     for doubt in trust.doubts(log, [result]):
         warnings.warn(doubt, UserWarning, stacklevel=2)
     return result
+
+
+def what_if(
+    log: TaskLog,
+    policy: Policy,
+    control: Policy,
+    treatment: Policy,
+    n_servers: int | None = None,
+    seed: Seed = 0,
+    *,
+    level: float = 0.95,
+) -> WhatIf:
+    """Estimate what a policy would do that was never run, from a twin of the log.
+
+    Parameters
+    ----------
+    log : TaskLog
+        As for `log_twin`.
+    policy : Policy
+        The policy asked about.
+    control, treatment : Policy
+        The policies that routed the log's control and treated tasks.
+    n_servers, seed, level
+        As for `log_twin`.
+
+    Returns
+    -------
+    WhatIf
+        Its value is the mean response under `policy` minus that under `control`. With
+        ``policy=treatment`` it is that of `log_twin`, where that is trusted.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `log_twin`.
+
+    Warns
+    -----
+    UserWarning
+        If the policy is neither of the log's two, which alone have been tested against data; and as
+        `log_twin`.
+
+    Notes
+    -----
+    The twin is rebuilt, fitted and tested as in `log_twin`, with the log's own two policies, and
+    run with `policy` in the place of treatment; the test of loads is of control and `policy`. No
+    test can see what a new policy alone would bring to light: queues longer or more unequal than
+    any in the log, and service that depends on them. There is no fallback.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> import qdq
+    >>> one, two, three = (qdq.PowerOfD(d) for d in (1, 2, 3))
+    >>> scenario = qdq.Scenario(n_servers=4, control=one, treatment=two)
+    >>> log = qdq.simulate(scenario, qdq.Bernoulli(0.5), n_tasks=50_000, seed=1)
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")  # no task was routed by power-of-3
+    ...     found = qdq.what_if(log, three, one, two)
+    >>> truth = qdq.true_effect(scenario.replace(treatment=three)).value
+    >>> found.trusted, found.low < truth < found.high
+    (True, True)
+    """
+    level = validation.number("level", level, "strictly between 0 and 1", above=0.0, below=1.0)
+    who = _who(log, n_servers, "what_if")
+    if type(policy) is Policy or not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy={policy!r} is not a policy: policy must be one, such as PowerOfD(2)"
+        )
+    if policy.min_servers > who.number:
+        raise ValueError(
+            f"policy={policy!r} samples more servers than there are: d must be at most {who.number}"
+        )
+    fit = _Fit(log, who, control, treatment, seed, "what_if")
+    twin = _twin(fit, policy)
+    ends = confidence_interval(*twin.mean, _BLOCKS - 1, level)
+    result = WhatIf(
+        value=twin.effect.value if twin.trusted else math.nan,
+        standard_error=twin.effect.standard_error if twin.trusted else math.nan,
+        degrees_of_freedom=_BLOCKS - 1,
+        policy=policy,
+        mean_response=MeanResponse(*twin.mean, *ends),
+        tested=policy in (control, treatment),
+        **_fields(fit, twin, level),
+    )
+    doubts = [] if result.tested else [_untested(policy)]
+    for doubt in (*doubts, *trust.doubts(log, [result])):
+        warnings.warn(doubt, UserWarning, stacklevel=2)
+    return result
+
+
+class _Figure(NamedTuple):
+    value: float
+    standard_error: float
+
+
+class _Twinned(NamedTuple):
+    """What the twin says of a policy, and how well it fits."""
+
+    delays: _Delays
+    run: _Run
+    """As the log was."""
+    effect: _Figure
+    mean: _Figure
+    loads: Loads
+    scenario: Scenario
+    by_queue: ByQueue
+    tests: tuple[FitTest, ...]
+
+    @property
+    def trusted(self) -> bool:
+        return all(test.passed for test in self.tests)
+
+
+def _twin(fit: _Fit, policy: Policy) -> _Twinned:
+    """Fit and test the twin, and run it with control and with a policy for all."""
+    delays = _delays(fit)
+    run = fit.run(delays)
+    passes = _passes(fit, delays, policy)
+    of_delays = _variances_from_delays(fit, delays, policy)
+    effect, mean = (
+        _Figure(float(blocks.mean()), math.sqrt(_crossed_variance(blocks, passes) + variance))
+        for blocks, variance in zip((passes.difference, passes.response), of_delays, strict=True)
+    )
+    names = ("control", "treatment" if policy == fit.treatment else repr(policy))
+    by_queue, tests = _tests(fit, delays, run, passes.loads, names)
+    scenario = fit.scenario(delays).replace(treatment=policy)
+    return _Twinned(delays, run, effect, mean, passes.loads, scenario, by_queue, tests)
+
+
+def _fields(fit: _Fit, twin: _Twinned, level: float) -> dict[str, Any]:
+    """Return the fields of a result that do not depend on the question."""
+    return {
+        "method": fit.method,
+        "level": level,
+        "n_used": fit.stop - fit.first,
+        "variance": "batch_means",
+        "trusted": twin.trusted,
+        "twin_value": twin.effect.value,
+        "twin_standard_error": twin.effect.standard_error,
+        "scenario": twin.scenario.replace(allow_unstable=twin.scenario.load >= 1.0),
+        "tests": twin.tests,
+        "moments": fit.compared(twin.run.response),
+        "loads": twin.loads,
+        "by_queue": twin.by_queue,
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -400,13 +584,13 @@ def log_twin(
 # --------------------------------------------------------------------------------------------------
 
 
-def _who(log: TaskLog, n_servers: int | None) -> rebuild.Servers:
+def _who(log: TaskLog, n_servers: int | None, method: str) -> rebuild.Servers:
     """Check the log, and return who went where."""
-    rebuild.check(log, "log_twin")
+    rebuild.check(log, method)
     treated = int(np.count_nonzero(log.treated))
     if treated in (0, log.n_tasks):
         raise ValueError(
-            f"{treated} of the log's {log.n_tasks} tasks are treated: log_twin needs both arms"
+            f"{treated} of the log's {log.n_tasks} tasks are treated: {method} needs both arms"
         )
     return rebuild.servers(log, n_servers, stacklevel=4)
 
@@ -442,13 +626,14 @@ class _Fit:
         who: rebuild.Servers,
         control: Policy,
         treatment: Policy,
-        stream: np.random.SeedSequence,
+        seed: Seed,
+        method: str,
     ) -> None:
-        self.log, self.who = log, who
+        self.log, self.who, self.method = log, who, method
         self.control, self.treatment = control, treatment
         # The first draws the candidates of all runs as the log was, so that they can be compared.
         # The last ones are for runs with other arms.
-        self.streams = stream.spawn(2 * _PASSES + 1)
+        self.streams = seed_sequence(seed).spawn(2 * _PASSES + 1)
         n = log.n_tasks
         self.first = max(log.first_counted, 1, min(_FIRST, int(n * _FIRST_SHARE)))
         self.stop = n - min(_LAST, int(n * _LAST_SHARE))
@@ -463,7 +648,7 @@ class _Fit:
             self._check_sharing(overtaken)
         # Other policies break ties by numbers that no log holds, and no log shows the state from
         # which to go on at servers that share.
-        told = all(isinstance(policy, (PowerOfD, RoundRobin)) for policy in (control, treatment))
+        told = all(isinstance(policy, _TOLD) for policy in (control, treatment))
         self.candidates = who.candidates if told and self.discipline == FCFS else None
         # Tasks that are sent under one arm: those after the counted ones slow them down or not.
         self.length = self.stop if self.discipline == FCFS else n
@@ -476,13 +661,13 @@ class _Fit:
         fewest = min((min(np.sum(arm), np.sum(~arm)) for arm in arms), default=0)
         if counted < _BATCHES * _TASKS_A_BATCH or fewest < _TASKS_OF_AN_ARM_A_BATCH:
             raise ValueError(
-                f"the log's {self.log.n_tasks} tasks are too few: log_twin needs "
+                f"the log's {self.log.n_tasks} tasks are too few: {self.method} needs "
                 f"{_BATCHES * _TASKS_A_BATCH} between the ends that it leaves out, and in each of "
                 f"{_BATCHES} stretches of them {_TASKS_OF_AN_ARM_A_BATCH} of either arm; it has "
                 f"{max(counted, 0)}, and {fewest} in one stretch"
             )
         if self.log.arrival[-1] == self.log.arrival[0]:
-            raise ValueError("all arrivals are at the same time: log_twin needs a rate")
+            raise ValueError(f"all arrivals are at the same time: {self.method} needs a rate")
 
     @property
     def counted(self) -> slice:
@@ -508,7 +693,7 @@ class _Fit:
                 f"the log's servers are neither FCFS ({100 * overtaken:.2g} % of the tasks leave "
                 "before the one ahead of them) nor do they share their effort (the requirements "
                 f"that this implies have a correlation of {correlation:+.2f} with the tasks met): "
-                "log_twin has no model of them"
+                f"{self.method} has no model of them"
             )
 
     def service(self, dispatch: float) -> _Service:
@@ -520,7 +705,7 @@ class _Fit:
                 time = rebuild.shared_service(self.log, self.who)
             if not time.any():
                 raise ValueError(
-                    "all rebuilt service times are zero: log_twin needs work to be done"
+                    f"all rebuilt service times are zero: {self.method} needs work to be done"
                 )
             self._services[dispatch] = _Service(time, rebuild.rates(self.who, time))
         return self._services[dispatch]
@@ -556,15 +741,25 @@ class _Fit:
         scenario = self._scenarios[delays.dispatch]
         return scenario.replace(information_delay=delays.information)
 
-    def run(self, delays: _Delays, treated: bool | None = None, stop: int | None = None) -> _Run:
-        """Run the twin in the log's own order: as the log was, up to some task, or with one arm."""
-        scenario, candidates = self.scenario(delays), self.candidates
-        if treated is None and candidates is not None:
+    def run(self, delays: _Delays, stop: int | None = None) -> _Run:
+        """Run the twin as the log was, in its own order, up to some task."""
+        scenario = self.scenario(delays)
+        if self.candidates is not None:
             return self._run_on(scenario, stop)
-        arms = self.log.treated[:stop] if treated is None else np.full(self.length, treated)
+        return _sent(scenario, self.log.treated[:stop], self.streams[0])
+
+    def alone(self, delays: _Delays, policy: Policy) -> list[_Run]:
+        """Run the twin in the log's own order with control, and with a policy, for all."""
+        scenario = self.scenario(delays).replace(treatment=policy)
+        candidates = self.candidates
         if candidates is not None:
-            candidates = candidates[: arms.size]
-        return _sent(scenario, arms, self.streams[0], candidates)
+            enough = (policy.n_choices or 0) <= candidates.shape[1]
+            told = enough and isinstance(policy, _TOLD)
+            candidates = candidates[: self.length] if told else None
+        return [
+            _sent(scenario, np.full(self.length, arm), self.streams[0], candidates)
+            for arm in (False, True)
+        ]
 
     def _run_on(self, scenario: Scenario, stop: int | None) -> _Run:
         """Run the twin as the log was, from the log's own state before the counted tasks.
@@ -598,10 +793,10 @@ class _Fit:
             np.concatenate((self.who.joined[ahead], server)),
         )
 
-    def effect(self, delays: _Delays) -> float:
-        """Return the effect in the log's own order."""
-        one, zero = (self.run(delays, arm).response[self.counted] for arm in (True, False))
-        return float(np.mean(one - zero))
+    def figures(self, delays: _Delays, policy: Policy) -> NDArray[np.float64]:
+        """Return the effect of a policy and the mean response under it, in the log's own order."""
+        zero, one = (run.response[self.counted] for run in self.alone(delays, policy))
+        return np.array([np.mean(one - zero), np.mean(one)])
 
     def agreement(self, run: _Run) -> float:
         """Return the share of the tasks that go where they went in the log."""
@@ -794,14 +989,14 @@ def _search(
     return at(*best)
 
 
-def _variance_from_delays(fit: _Fit, delays: _Delays) -> float:
-    """Return what the error of fitted delays adds to the variance of the effect.
+def _variances_from_delays(fit: _Fit, delays: _Delays, policy: Policy) -> NDArray[np.float64]:
+    """Return what the error of fitted delays adds to the variances of effect and mean, shape (2,).
 
-    With G and h the derivatives of the moments and of the effect, the delays that make J least have
-    the covariance (G' V^-1 G)^-1, and the effect h' (G' V^-1 G)^-1 h from it.
+    With G and h the derivatives of the moments and of a figure, the delays that make J least have
+    the covariance (G' V^-1 G)^-1, and the figure h' (G' V^-1 G)^-1 h from it.
     """
     most = float(fit.log.response_time.min())
-    of_moments, of_effect = [], []
+    of_moments, of_figures = [], []
     for axis, fitted in enumerate(delays.fitted):
         if not fitted:
             continue
@@ -817,11 +1012,13 @@ def _variance_from_delays(fit: _Fit, delays: _Delays) -> float:
         width = ends[1] - ends[0]
         moments = [fit.moments_of(fit.run(side).response, fit.counted) for side in sides]
         of_moments.append((moments[1] - moments[0]) / width)
-        of_effect.append((fit.effect(sides[1]) - fit.effect(sides[0])) / width)
+        figures = [fit.figures(side, policy) for side in sides]
+        of_figures.append((figures[1] - figures[0]) / width)
     if not of_moments:
-        return 0.0
-    g, h = np.array(of_moments).T, np.array(of_effect)
-    return float(h @ np.linalg.pinv(g.T @ fit.weights @ g, hermitian=True) @ h)
+        return np.zeros(2)
+    g, h = np.array(of_moments).T, np.array(of_figures)
+    covariance = h.T @ np.linalg.pinv(g.T @ fit.weights @ g, hermitian=True) @ h
+    return np.diag(covariance)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -830,17 +1027,18 @@ def _variance_from_delays(fit: _Fit, delays: _Delays) -> float:
 
 
 class _Passes(NamedTuple):
-    """Mean difference between the arms by pass and block, and which blocks met there."""
+    """What a policy does by pass and block, and which blocks met there."""
 
-    difference: NDArray[np.float64]  # (K, B)
+    difference: NDArray[np.float64]  # (K, B) mean response under it less that under control
+    response: NDArray[np.float64]  # (K, B) mean response under it
     gaps: NDArray[np.int64]  # (K, B) block of gaps at each place
     requirements: NDArray[np.int64]  # (K, B)
     loads: Loads
 
 
-def _passes(fit: _Fit, delays: _Delays) -> _Passes:
-    """Run the twin under either arm, in the log's order and in others."""
-    scenario = fit.scenario(delays)
+def _passes(fit: _Fit, delays: _Delays, policy: Policy) -> _Passes:
+    """Run the twin with control and with a policy for all, in the log's order and in others."""
+    scenario = fit.scenario(delays).replace(treatment=policy)
     size = (fit.stop - fit.first) // _BLOCKS
     start = fit.stop - size * _BLOCKS
     arrival, stop = fit.log.arrival, fit.stop
@@ -852,12 +1050,12 @@ def _passes(fit: _Fit, delays: _Delays) -> _Passes:
         rows = values[start:stop].reshape(_BLOCKS, size)[blocks]
         return np.concatenate((values[:start], rows.ravel(), values[stop:]))
 
-    differences, orders, works = [], [], []
+    means, orders, works = [], [], []
     for k, stream in enumerate(fit.streams[1 : _PASSES + 1]):
         if k == 0:
             order = np.tile(np.arange(_BLOCKS), (2, 1))
             changed = scenario
-            runs = [fit.run(delays, arm) for arm in (False, True)]
+            runs = fit.alone(delays, policy)
         else:
             draw = np.random.Generator(np.random.Philox(stream.spawn(1)[0]))
             order = np.array([draw.permutation(_BLOCKS) for _ in range(2)])
@@ -871,21 +1069,23 @@ def _passes(fit: _Fit, delays: _Delays) -> _Passes:
         works.append(
             [np.bincount(run.server[start:stop], work, minlength=fit.who.number) for run in runs]
         )
-        difference = (runs[1].response - runs[0].response)[start:stop]
-        differences.append(difference.reshape(_BLOCKS, size).mean(axis=1))
+        zero, one = (run.response[start:stop].reshape(_BLOCKS, size) for run in runs)
+        means.append(((one - zero).mean(axis=1), one.mean(axis=1)))
         orders.append(order)
     gaps, requirements = np.array(orders).transpose(1, 0, 2)
     control, treatment = np.mean(works, axis=0) / span / scenario.rates
-    return _Passes(np.array(differences), gaps, requirements, Loads(control, treatment))
+    return _Passes(
+        *np.array(means).transpose(1, 0, 2), gaps, requirements, Loads(control, treatment)
+    )
 
 
-def _crossed_variance(passes: _Passes) -> float:
-    """Return the variance of the mean difference, from blocks of gaps and of requirements.
+def _crossed_variance(values: NDArray[np.float64], passes: _Passes) -> float:
+    """Return the variance of the mean of values (K, B), from blocks of gaps and of requirements.
 
     See `log_twin`. The part of pairing and candidates alone is T/K, and the other two are no less
     than zero: so the whole is at least that.
     """
-    apart = passes.difference - passes.difference.mean()
+    apart = values - values.mean()
     k, b = apart.shape
     within = apart - apart.mean(axis=1, keepdims=True)
     total = float(np.sum(within**2) / (k * (b - 1)))
@@ -911,7 +1111,7 @@ def _chi_square(degrees: int, probability: float) -> float:
 
 
 def _tests(
-    fit: _Fit, delays: _Delays, twin: _Run, loads: Loads
+    fit: _Fit, delays: _Delays, twin: _Run, loads: Loads, names: tuple[str, str]
 ) -> tuple[ByQueue, tuple[FitTest, ...]]:
     """Test the fit, and return requirements by queue length too."""
     relative = fit.relative(delays.dispatch)
@@ -925,7 +1125,7 @@ def _tests(
             ("the log's", "other"),
         ),
         *_tests_of_requirements(fit, relative, queue),
-        _test_of_load(loads),
+        _test_of_load(loads, names),
         *_tests_of_columns(fit, delays, twin),
     ]
     return _by_queue(queue[fit.counted], relative[fit.counted]), tuple(tests)
@@ -960,11 +1160,11 @@ def _tests_of_requirements(
         yield _test_of(f"requirement_and_{name}", t, rebuild.MOST_T, meaning, words)
 
 
-def _test_of_load(loads: Loads) -> FitTest:
+def _test_of_load(loads: Loads, names: tuple[str, str]) -> FitTest:
     at = [int(np.argmax(arm)) for arm in loads]
     arm = max((0, 1), key=lambda k: loads[k][at[k]])
     value = float(loads[arm][at[arm]])
-    deployed = f"server {at[arm]} under {Loads._fields[arm]} alone, the busiest of all, "
+    deployed = f"server {at[arm]} under {names[arm]} alone, the busiest of all, "
     if value >= 1.0:
         deployed += "gets more work than it can do: there is no steady state"
     else:
@@ -1013,21 +1213,14 @@ def _by_queue(queue: NDArray[np.int64], relative: NDArray[np.float64]) -> ByQueu
 # --------------------------------------------------------------------------------------------------
 
 
-def _fallback(
-    fit: _Fit,
-    delays: _Delays,
-    tests: tuple[FitTest, ...],
-    value: float,
-    error: float,
-    level: float,
-) -> tuple[Fallback, Scores]:
+def _fallback(fit: _Fit, twin: _Twinned, level: float) -> tuple[Fallback, Scores]:
     """Correct the twin's effect by the difference in DQ between the log and the twin.
 
     The twin is run with arms and candidates drawn anew. With the log's own arms, requirements that
     do depend on the queue would bring the log's effect into the twin's DQ, where it cancels. The
     windows of both have the same gaps and requirements, so the error is that of their difference.
     """
-    log, first, stop = fit.log, fit.first, fit.stop
+    log, first, stop, delays = fit.log, fit.first, fit.stop, twin.delays
     rate = (log.n_tasks - 1) / float(log.arrival[-1] - log.arrival[0])
     longest = (stop - first) // (2 * _BLOCKS)
     time = fit.service(delays.dispatch).time
@@ -1058,7 +1251,7 @@ def _fallback(
         work = requirement[: arms.size] / scenario.rates[run.server]
         parts.append(part(run, arms, work))
 
-    exogenous = all(test.passed for test in tests if test.name.startswith("requirement"))
+    exogenous = all(test.passed for test in twin.tests if test.name.startswith("requirement"))
     policies = fit.control, fit.treatment
     with warnings.catch_warnings():
         # What is doubtful about the log is said once, of the result.
@@ -1082,8 +1275,8 @@ def _fallback(
             apart = score.spread_of_mean(differences, counted[: differences.size], "hac")
     dq_log, *dq_twin = (one.value for one in estimates)
     return Fallback(
-        value=value + dq_log - float(np.mean(dq_twin)),
-        standard_error=math.sqrt(error**2 + apart.variance),
+        value=twin.effect.value + dq_log - float(np.mean(dq_twin)),
+        standard_error=math.sqrt(twin.effect.standard_error**2 + apart.variance),
         degrees_of_freedom=min(_BLOCKS - 1, apart.degrees_of_freedom),
         dq_log=dq_log,
         dq_twin=float(np.mean(dq_twin)),

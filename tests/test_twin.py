@@ -36,7 +36,7 @@ def simulated(scenario=SMALL, n=30_000, seed=1, **options):
 
 def fitted(log, scenario=SMALL):
     who = rebuild.servers(log, scenario.n_servers, stacklevel=1)
-    return twin._Fit(log, who, scenario.control, scenario.treatment, seed_sequence(0))
+    return twin._Fit(log, who, scenario.control, scenario.treatment, 0, "log_twin")
 
 
 def failed(result):
@@ -306,7 +306,8 @@ def test_the_variance_is_right_for_effects_of_blocks_crossed_in_two_ways():
         )
         values.append(difference.mean())
         loads = twin.Loads(np.zeros(1), np.zeros(1))
-        variances.append(twin._crossed_variance(twin._Passes(difference, *orders, loads)))
+        passes = twin._Passes(difference, difference, *orders, loads)
+        variances.append(twin._crossed_variance(difference, passes))
     exact = (1.0 + 4.0 + 9.0 / k) / b
     error = np.std(variances) / math.sqrt(len(variances))
     assert abs(np.mean(variances) - exact) < Z * error
@@ -389,8 +390,8 @@ def test_what_comes_after_the_counted_tasks_slows_them_down_at_sharing_servers()
     scenario = SMALL.replace(discipline="processor_sharing")
     log = simulated(scenario, n=6_000, seed=4, warm_up=0.0)
     fit = fitted(log, scenario)
-    passes = twin._passes(fit, twin._Delays(0.0, 0.0))
-    one, zero = (fit.run(twin._Delays(0.0, 0.0), arm).response for arm in (True, False))
+    passes = twin._passes(fit, twin._Delays(0.0, 0.0), TWO)
+    zero, one = (run.response for run in fit.alone(twin._Delays(0.0, 0.0), TWO))
     assert one.size == log.n_tasks
     counted = slice(fit.stop - 20 * ((fit.stop - fit.first) // 20), fit.stop)
     blocks = (one - zero)[counted].reshape(20, -1).mean(axis=1)
@@ -421,8 +422,11 @@ def test_delays_are_found_by_the_misfit():
     # The delays that are not known for sure count in the error.
     fit = fitted(log)
     delays = twin._Delays(0.4, 0.6, (True, True))
-    assert 0.0 < twin._variance_from_delays(fit, delays) < found.twin_standard_error**2 * 4.0
-    assert twin._variance_from_delays(fit, delays._replace(fitted=(False, False))) == 0.0
+    effect, mean = twin._variances_from_delays(fit, delays, TWO)
+    assert 0.0 < effect < found.twin_standard_error**2 * 4.0
+    assert mean > 0.0
+    known = delays._replace(fitted=(False, False))
+    assert_array_equal(twin._variances_from_delays(fit, known, TWO), 0.0)
 
 
 def test_delays_are_seen_in_a_log_with_candidates_and_service_times():
