@@ -1074,9 +1074,8 @@ def _passes(fit: _Fit, delays: _Delays, policy: Policy) -> _Passes:
         orders.append(order)
     gaps, requirements = np.array(orders).transpose(1, 0, 2)
     control, treatment = np.mean(works, axis=0) / span / scenario.rates
-    return _Passes(
-        *np.array(means).transpose(1, 0, 2), gaps, requirements, Loads(control, treatment)
-    )
+    difference, response = np.array(means).transpose(1, 0, 2)
+    return _Passes(difference, response, gaps, requirements, Loads(control, treatment))
 
 
 def _crossed_variance(values: NDArray[np.float64], passes: _Passes) -> float:

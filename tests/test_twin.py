@@ -466,13 +466,15 @@ def test_a_correct_system_passes_all_tests(result):
     assert_allclose(result.by_queue.requirement[:3], 1.0, atol=0.06)
 
 
-def queueing_log(n, slow, seed=1, n_servers=6, rate=0.55, d=(1, 3), wander=0.0, by_arm=1.0):
+def queueing_log(
+    n, slow, seed=1, n_servers=6, rate=0.55, d=(1, 3), wander=0.0, by_arm=1.0, share=0.5
+):
     """FCFS servers that are slower by `slow` for each task met, in plain Python."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1.0 / (n_servers * rate), n))
     requirement = rng.exponential(size=n)
     mood = 0.0
-    treated = rng.random(n) < 0.5
+    treated = rng.random(n) < share
     departure, server = np.empty(n), np.empty(n, np.int32)
     lines = [[] for _ in range(n_servers)]
     for k in range(n):
@@ -493,8 +495,22 @@ def queueing_log(n, slow, seed=1, n_servers=6, rate=0.55, d=(1, 3), wander=0.0, 
         treated=treated,
         server=server,
         n_servers=n_servers,
-        propensity=0.5,
+        propensity=share,
     )
+
+
+def slope_of_queueing(slow, step=0.15):
+    """Slope at one half of the mean response of `queueing_log` against the treated share."""
+    low, high = (
+        np.mean(
+            [
+                queueing_log(25_000, slow, seed=(7, s), share=share).response_time[2_000:].mean()
+                for s in (0, 1)
+            ]
+        )
+        for share in (0.5 - step, 0.5 + step)
+    )
+    return (high - low) / (2.0 * step)
 
 
 def test_servers_of_an_independent_simulation_pass():
@@ -656,6 +672,105 @@ def test_a_twin_that_is_not_trusted_says_so_and_gives_the_fallback():
         assert "requirement_and_queue" in text
         assert "may miss half the effect at high load" in text
         assert "the twin alone says" in text
+
+
+def test_the_interval_of_the_fallback_covers_the_slope():
+    """Servers slower by a tenth for each task met, which a twin of their services does not know."""
+    slope = slope_of_queueing(slow=0.1)
+    found = [qdq.log_twin(queueing_log(12_000, slow=0.1, seed=s), ONE, THREE) for s in range(5)]
+    assert not any(one.trusted for one in found)
+    error = math.sqrt(sum(one.standard_error**2 for one in found)) / 5
+    assert abs(np.mean([one.value for one in found]) - slope) < Z * error
+    assert Z * error < abs(slope)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a policy would do that was never run
+# --------------------------------------------------------------------------------------------------
+
+
+def untested(log, policy, **options):
+    with pytest.warns(UserWarning, match="only the policies of its two arms have been tested"):
+        return qdq.what_if(log, policy, ONE, TWO, **options)
+
+
+def test_with_the_treatment_it_is_the_log_twin(log, result):
+    found = qdq.what_if(log, TWO, ONE, TWO)
+    assert found.trusted
+    assert found.tested
+    assert (found.value, found.standard_error) == (result.value, result.standard_error)
+    assert found.method == "what_if"
+    assert found.tests == result.tests
+    assert found.scenario == result.scenario
+    recorded = simulated(n=10_000, warm_up=0.0, record=("candidates", "service_time"))
+    again = [qdq.what_if(recorded, TWO, ONE, TWO), qdq.log_twin(recorded, ONE, TWO)]
+    assert again[0].value == again[1].value
+
+
+def test_with_the_control_nothing_changes(log):
+    found = qdq.what_if(log, ONE, ONE, TWO)
+    assert (found.value, found.standard_error) == (0.0, 0.0)
+    # M/M/1 queues.
+    mean = found.mean_response
+    assert abs(mean.value - 1.0 / 0.3) < Z * mean.standard_error
+    assert mean.low < mean.value < mean.high
+
+
+@pytest.mark.parametrize("policy", [THREE, qdq.JoinShortestQueue()], ids=repr)
+def test_policies_that_were_never_run_are_near_their_truth(log, policy):
+    truth = qdq.true_effect(SMALL.replace(treatment=policy))
+    found = untested(log, policy)
+    assert found.trusted
+    assert not found.tested
+    error = math.hypot(found.standard_error, truth.standard_error)
+    assert abs(found.value - truth.value) < Z * error
+    mean = 1.0 / 0.3 + truth.value
+    error = math.hypot(found.mean_response.standard_error, truth.standard_error)
+    assert abs(found.mean_response.value - mean) < Z * error
+    assert Z * error < 0.4 * abs(truth.value)  # so it is told from control's
+    assert found.scenario.treatment == policy
+    for text in (repr(found), found._repr_html_()):
+        assert "no task of the log was routed by" in text
+        assert "mean response is" in text
+
+
+def test_candidates_that_are_too_few_for_a_policy_are_drawn_anew():
+    log = simulated(n=10_000, warm_up=0.0, record=("candidates",))
+    assert log.candidates.shape == (10_000, 2)
+    found = untested(log, THREE)
+    assert found.trusted
+    assert "choices" in {test.name for test in found.tests}
+
+
+def test_a_twin_that_is_not_trusted_says_nothing_of_other_policies():
+    log = queueing_log(12_000, slow=0.1)
+    with pytest.warns(UserWarning, match="only the policies of its two arms"):
+        found = qdq.what_if(log, TWO, ONE, THREE)
+    assert not found.trusted
+    assert math.isnan(found.value)
+    assert math.isnan(found.standard_error)
+    assert found.twin_value < 0.0
+    assert "not trusted" in repr(found)
+    assert f"it says {found.twin_value:.6g}" in repr(found)
+
+
+def test_a_policy_that_overloads_a_server_is_seen():
+    scenario = SMALL.replace(service_rates=[0.6, 0.6, 1.4, 1.4], control=TWO, treatment=THREE)
+    log = simulated(scenario, n=12_000)
+    with pytest.warns(UserWarning, match="only the policies of its two arms"):
+        found = qdq.what_if(log, ONE, TWO, THREE)
+    assert failed(found) == {"load"}
+    assert "under PowerOfD(d=1) alone" in found.verdict
+    assert math.isnan(found.value)
+
+
+def test_questions_about_what_is_no_policy_are_refused(log):
+    with pytest.raises(TypeError, match="policy=3 is not a policy"):
+        qdq.what_if(log, 3, ONE, TWO)
+    with pytest.raises(ValueError, match=r"policy=PowerOfD\(d=5\) samples more servers .* most 4"):
+        qdq.what_if(log, qdq.PowerOfD(5), ONE, TWO)
+    with pytest.raises(ValueError, match="too few: what_if needs 2400"):
+        qdq.what_if(simulated(n=2_000), TWO, ONE, TWO)
 
 
 # --------------------------------------------------------------------------------------------------
