@@ -399,6 +399,16 @@ def log_twin(
     rebuilt without them: with heavy tails the value is too close to zero more often than not, and
     its standard error too small.
 
+    **Where it is not trusted** the effect is corrected by ``DQ(log) - DQ(twin)``, both by
+    `dq_score` with a horizon of 30 mean service times of arrivals, with service terms where
+    requirements pass their tests. The twin's DQ is the mean over four runs in the log's own order
+    with arms and candidates drawn anew: requirements that do depend on queues carry the log's own
+    arms, and with these the twin would have some of the log's effect. The error of the correction
+    is that of the windows' differences, which share gaps and requirements; it is taken as
+    independent of the twin's. With a right twin the correction is zero on average, and what is
+    estimated is the effect; with a wrong one it is, but for the truncation and the curvature that
+    the twin knows of, the slope of the mean response at the log's share of treatment.
+
     References
     ----------
     C. Cameron, J. Gelbach, D. Miller, Robust inference with multiway clustering, 2011.
@@ -417,7 +427,7 @@ def log_twin(
     fit = _Fit(log, _who(log, n_servers, "log_twin"), control, treatment, seed, "log_twin")
     twin = _twin(fit, treatment)
     overloaded = max(map(np.max, twin.loads)) >= 1.0
-    fallback, scores = _fallback(fit, twin, level)
+    fallback, scores, doubts = _fallback(fit, twin, level)
     then = (math.nan, math.nan) if overloaded else fallback[:2]
     trusted = twin.trusted
     result = LogTwin(
@@ -428,7 +438,7 @@ def log_twin(
         scores=scores,
         **_fields(fit, twin, level),
     )
-    for doubt in trust.doubts(log, [result]):
+    for doubt in ([] if trusted else doubts) + trust.doubts(log, [result]):
         warnings.warn(doubt, UserWarning, stacklevel=2)
     return result
 
@@ -1212,12 +1222,13 @@ def _by_queue(queue: NDArray[np.int64], relative: NDArray[np.float64]) -> ByQueu
 # --------------------------------------------------------------------------------------------------
 
 
-def _fallback(fit: _Fit, twin: _Twinned, level: float) -> tuple[Fallback, Scores]:
+def _fallback(fit: _Fit, twin: _Twinned, level: float) -> tuple[Fallback, Scores, list[str]]:
     """Correct the twin's effect by the difference in DQ between the log and the twin.
 
     The twin is run with arms and candidates drawn anew. With the log's own arms, requirements that
     do depend on the queue would bring the log's effect into the twin's DQ, where it cancels. The
     windows of both have the same gaps and requirements, so the error is that of their difference.
+    Returned too is what makes the log's scores doubtful.
     """
     log, first, stop, delays = fit.log, fit.first, fit.stop, twin.delays
     rate = (log.n_tasks - 1) / float(log.arrival[-1] - log.arrival[0])
@@ -1252,11 +1263,12 @@ def _fallback(fit: _Fit, twin: _Twinned, level: float) -> tuple[Fallback, Scores
 
     exogenous = all(test.passed for test in twin.tests if test.name.startswith("requirement"))
     policies = fit.control, fit.treatment
-    with warnings.catch_warnings():
-        # What is doubtful about the log is said once, of the result.
-        warnings.simplefilter("ignore", UserWarning)
+    doubts: list[str] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
         try:
             plain = score.scored(parts[0], *policies, horizon, False, level)
+            doubts = [str(one.message) for one in said if one.category is UserWarning]
             rich = score.scored(parts[0], *policies, horizon, True, level) if exogenous else None
             found = [score.scored(x, *policies, horizon, exogenous, level) for x in parts[1:]]
         except ValueError:  # no probability of a choice can be had for a policy
@@ -1273,12 +1285,16 @@ def _fallback(fit: _Fit, twin: _Twinned, level: float) -> tuple[Fallback, Scores
             differences = (rich or plain)[1] - np.mean([values for _, values in found], axis=0)
             apart = score.spread_of_mean(differences, counted[: differences.size], "hac")
     dq_log, *dq_twin = (one.value for one in estimates)
-    return Fallback(
-        value=twin.effect.value + dq_log - float(np.mean(dq_twin)),
-        standard_error=math.sqrt(twin.effect.standard_error**2 + apart.variance),
-        degrees_of_freedom=min(_BLOCKS - 1, apart.degrees_of_freedom),
-        dq_log=dq_log,
-        dq_twin=float(np.mean(dq_twin)),
-        horizon=horizon,
-        method=method,
-    ), scores
+    return (
+        Fallback(
+            value=twin.effect.value + dq_log - float(np.mean(dq_twin)),
+            standard_error=math.sqrt(twin.effect.standard_error**2 + apart.variance),
+            degrees_of_freedom=min(_BLOCKS - 1, apart.degrees_of_freedom),
+            dq_log=dq_log,
+            dq_twin=float(np.mean(dq_twin)),
+            horizon=horizon,
+            method=method,
+        ),
+        scores,
+        doubts,
+    )

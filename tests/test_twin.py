@@ -554,7 +554,8 @@ def test_an_unstable_control_is_seen_though_the_log_is_stable():
 
 
 def test_other_policies_than_those_of_the_log_are_seen(log):
-    wrong = qdq.log_twin(log, TWO, THREE)
+    with pytest.warns(UserWarning, match="to which PowerOfD.* would not have sent them"):
+        wrong = qdq.log_twin(log, TWO, THREE)
     assert "moments" in failed(wrong)
     assert not wrong.trusted
 
