@@ -83,7 +83,10 @@ def test_service_times_of_fcfs_servers_are_rebuilt(changes):
 
 
 def sharing_log(n=3_000, n_servers=4, rate=0.7, d=(1, 2), seed=1, order="sharing"):
-    """Serve all tasks at once, the two oldest or the last one, in plain Python."""
+    """Serve all tasks at once, the last one or the two oldest, in plain Python.
+
+    Together they are served at the rate 1; at "two slots" each of the two is.
+    """
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1.0 / (n_servers * rate), n))
     requirement = rng.exponential(size=n)
@@ -95,11 +98,12 @@ def sharing_log(n=3_000, n_servers=4, rate=0.7, d=(1, 2), seed=1, order="sharing
     def advance(s, until):
         while left[s]:
             oldest = sorted(left[s])
-            served = {"sharing": oldest, "two": oldest[:2], "last": oldest[-1:]}[order]
+            served = {"sharing": oldest, "last": oldest[-1:]}.get(order, oldest[:2])
+            pace = 1.0 if order == "two slots" else 1.0 / len(served)
             first = min(served, key=left[s].get)
-            ends = since[s] + left[s][first] * len(served)
+            ends = since[s] + left[s][first] / pace
             for k in served:
-                left[s][k] -= (min(ends, until) - since[s]) / len(served)
+                left[s][k] -= (min(ends, until) - since[s]) * pace
             if ends > until:
                 break
             departure[first], since[s] = ends, ends
@@ -861,19 +865,25 @@ def test_logs_that_say_too_little_are_refused(log):
         qdq.log_twin(outside(log, treated=rare, propensity=None), ONE, TWO)
 
 
-def test_servers_that_neither_wait_in_line_nor_share_are_refused_or_not_trusted():
-    last, _ = sharing_log(order="last")
+@pytest.mark.parametrize(("order", "rate"), [("last", 0.7), ("two oldest", 0.8)])
+def test_servers_that_neither_wait_in_line_nor_share_are_refused(order, rate):
+    log, _ = sharing_log(order=order, rate=rate, n=6_000)
     with pytest.raises(ValueError, match=r"neither FCFS .* nor do they share their effort"):
-        qdq.log_twin(last, ONE, TWO)
-    two, _ = sharing_log(order="two", rate=0.8, n=6_000)
-    with pytest.raises(ValueError, match=r"neither FCFS .* nor do they share their effort"):
-        qdq.log_twin(two, ONE, TWO)
+        qdq.log_twin(log, ONE, TWO)
+
+
+def test_servers_that_serve_two_tasks_at_full_speed_are_not_trusted():
+    log, _ = sharing_log(order="two slots", rate=0.8, n=12_000)
+    found = qdq.log_twin(log, ONE, TWO)
+    assert found.scenario.discipline == "processor_sharing"
+    assert {"moments", "requirement_and_queue"} <= failed(found)
 
 
 def test_the_number_of_servers_is_the_logs_or_else_warned_of(log, result):
     unknown = outside(log, n_servers=None)
     with pytest.warns(UserWarning, match="taken to be 4, as many as occur: give"):
         assert qdq.log_twin(unknown, ONE, TWO) == result
-    more = qdq.log_twin(unknown, ONE, TWO, n_servers=8)
+    with pytest.warns(UserWarning, match="would not have sent them"):
+        more = qdq.log_twin(unknown, ONE, TWO, n_servers=8)
     assert more.scenario.n_servers == 8
     assert "moments" in failed(more)
