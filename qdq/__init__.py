@@ -99,7 +99,7 @@ from qdq.score import dq_score, lstd_dq
 from qdq.simulate import replay, simulate
 from qdq.study import Study, replicate, run_study
 from qdq.tasklog import TaskLog
-from qdq.twin import LogTwin, log_twin
+from qdq.twin import LogTwin, WhatIf, log_twin, what_if
 
 __version__ = "0.1.0"
 
@@ -133,6 +133,7 @@ __all__ = [
     "TaskLog",
     "TrueEffect",
     "UserPolicy",
+    "WhatIf",
     "dq_mixed",
     "dq_queue",
     "dq_response",
@@ -150,4 +151,5 @@ __all__ = [
     "simulate",
     "switchback",
     "true_effect",
+    "what_if",
 ]

@@ -29,8 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qdq import estimators, inference, kernels, trust, validation
-from qdq.designs import Bernoulli
+from qdq import estimators, inference, kernels, rebuild, trust, validation
 from qdq.estimators import Estimate
 from qdq.inference import Spread
 from qdq.policies import (
@@ -46,13 +45,8 @@ from qdq.scenario import Periodic
 from qdq.streaming import MOST_BLOCKS
 from qdq.tasklog import TaskLog
 
-# Beyond these shares of tasks a log contradicts what is said of it.
+# Beyond this share of tasks a log contradicts what is said of its policies.
 MOST_IMPOSSIBLE = 1e-3
-MOST_OVERTAKING = 1e-3
-# Largest |t| of a correlation of service requirements with what they must not depend on.
-MOST_CORRELATED = 4.0
-# Standard deviation over mean below which requirements count as constant.
-CONSTANT = 1e-6
 
 # Points of a window, as shares of it, at which gaps and requirements are summed up; the end first.
 PARTS = (1.0, 0.5, 0.25, 0.75, 0.125)
@@ -97,7 +91,8 @@ def dq_score(
         rate * mean service time)`` with the estimated arrival rate, if it has service times or its
         servers are FCFS.
     n_servers : int, optional
-        Number of servers; by default the log's, else those that occur in it, with a warning.
+        Number of servers; by default the log's or its scenario's, else as many as occur in it, with
+        a warning.
     service : bool, optional
         Whether service requirements, and with FCFS servers the work that they leave, enter the
         regression. By default they do if they are known and show no sign of depending on what they
@@ -159,25 +154,64 @@ def dq_score(
     """
     level, variance = _checked_options(level, variance)
     met = _look(log, "dq_score", control, treatment, n_servers, service)
-    span = _horizon(log, met, horizon)
+    result, _ = _scored(log, met, _horizon(log, met, horizon), level, variance)
+    _warn_of_doubts(log, result)
+    return result
+
+
+def scored(
+    log: TaskLog, control: Policy, treatment: Policy, horizon: int, service: bool, level: float
+) -> tuple[Estimate, NDArray[np.float64]]:
+    """Return what `dq_score` finds, and the values of windows (m,) that it is the mean of.
+
+    It does not warn of what is doubtful about the log.
+    """
+    met = _look(log, "dq_score", control, treatment, None, service)
+    return _scored(log, met, horizon, level, "hac")
+
+
+def _scored(
+    log: TaskLog, met: _Met, span: int, level: float, variance: str
+) -> tuple[Estimate, NDArray[np.float64]]:
+    products = _products(log, met, span)
+    spread = spread_of_mean(products, log.treated[log.first_counted :][: products.size], variance)
+    value = float(products.mean())
+    result = _estimate("dq_score", value, spread, level, variance, span, products.size)
+    return result, products
+
+
+def _products(log: TaskLog, met: _Met, span: int) -> NDArray[np.float64]:
     first, stop = log.first_counted, log.n_tasks - span
     response = _window_sums(log.response_time, span)[first:stop]
     rest = _without_regression(response, _terms(log, met, span), span)
-    products = met.score[first:stop] * rest
-    value = float(products.mean())
-    arms = log.treated[first:stop]
+    products: NDArray[np.float64] = met.score[first:stop] * rest
+    return products
+
+
+def spread_of_mean(
+    values: NDArray[np.float64], treated: NDArray[np.bool_], variance: str
+) -> Spread:
+    """Return the variance of the mean of values of windows, in the way that is asked for.
+
+    Parameters
+    ----------
+    values : ndarray of float64, shape (m,)
+    treated : ndarray of bool, shape (m,)
+    variance : str
+        As for `dq_score`.
+    """
+    value = float(values.mean())
 
     def influence(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
         counts, sums = blocks.sum(axis=1).T
-        return (sums - value * counts) / products.size  # type: ignore[no-any-return]
+        return (sums - value * counts) / values.size  # type: ignore[no-any-return]
 
     def estimate(sums: NDArray[np.float64]) -> float:
         return float(sums[:, 1].sum() / sums[:, 0].sum())
 
-    blocks = _blocks(arms, products[:, None])
-    by_score = Spread(float(products.var()) / products.size, math.inf)
-    spread = inference.spread(variance, by_score, blocks, influence, estimate)
-    return _estimate("dq_score", log, value, spread, level, variance, span, products.size)
+    blocks = _blocks(treated, values[:, None])
+    by_score = Spread(float(values.var()) / values.size, math.inf)
+    return inference.spread(variance, by_score, blocks, influence, estimate)
 
 
 def lstd_dq(
@@ -275,8 +309,10 @@ def lstd_dq(
     spread = inference.spread(
         variance, by_score, blocks, influence, lambda sums: _solve(_moments(sums[None])[0])[0]
     )
-    scored = steps + 1 - horizon
-    return _estimate("lstd_dq", log, value, spread, level, variance, horizon, scored)
+    windows = steps + 1 - horizon
+    result = _estimate("lstd_dq", value, spread, level, variance, horizon, windows)
+    _warn_of_doubts(log, result)
+    return result
 
 
 # --------------------------------------------------------------------------------------------------
@@ -322,21 +358,28 @@ def _look(
     service: bool | None,
 ) -> _Met:
     """Check what both methods are given, rebuild the queues and score the choices."""
-    _check_log(log, method)
+    rebuild.check(log, method)
     policies = _policies(log, control, treatment)
     if service is not None:
         service = validation.boolean("service", service)
-    server, before, n = _servers(log, n_servers)
+    who = rebuild.servers(log, n_servers, stacklevel=4)
+    n = who.number
     for name, policy in zip(("control", "treatment"), policies, strict=True):
         if policy.min_servers > n:
             raise ValueError(
                 f"{name}={policy!r} samples more servers than there are: d must be at most {n}"
             )
-    service_time, fcfs = _service_times(log, server, before, n)
+    start = rebuild.start_of_service(log, who, _delays(log)[0])
+    fcfs = rebuild.overtaken(log, start) <= rebuild.MOST_OVERTAKEN
+    service_time = log.service_time
+    if service_time is None and fcfs:
+        service_time = np.maximum(log.departure - start, 0.0)
     if log.scenario is not None:
         rates = log.scenario.rates
+    elif service_time is None or not service_time.any():
+        rates = np.ones(n)
     else:
-        rates = _found_rates(server, service_time, n)
+        rates = rebuild.rates(who, service_time).rate * service_time.mean()
 
     counted = slice(log.first_counted, None)
     arms = log.treated[counted]
@@ -350,18 +393,19 @@ def _look(
         getattr(kernels, policy.kind) if _has_ranks(log, policy, rates) else -1
         for policy in policies
     ]
-    ranks, state = _queues(log, server, before, rates, kinds)
-    score = _score(log, policies, server, n, p, ranks if min(kinds) >= 0 else None)
+    ranks, state = _queues(log, who, rates, kinds)
+    score = _score(log, policies, n, p, ranks if min(kinds) >= 0 else None)
 
     known = service_time is not None
     if service and not (known and (fcfs or method == "dq_score")):
         needs = "FCFS servers" if known else "the column service_time, or FCFS servers"
         raise ValueError(f"service=True needs {needs}: leave it at None")
     usable = known and (fcfs or method == "dq_score")
-    met = _Met(score, state, rates, server, service_time, fcfs, usable)
-    if usable and not (service or (service is None and _is_exogenous(log, met))):
-        met = _Met(score, state, rates, server, service_time, fcfs, False)
-    return met
+    if usable and service is None:
+        assert service_time is not None
+        usable = _is_exogenous(log, who, service_time)
+    uses = usable if service is None else service
+    return _Met(score, state, rates, who.joined, service_time, fcfs, uses)
 
 
 def _checked_options(level: float, variance: str | None) -> tuple[float, str]:
@@ -370,22 +414,6 @@ def _checked_options(level: float, variance: str | None) -> tuple[float, str]:
         return level, "hac"
     estimators.check_choice("variance", variance, estimators.VARIANCES)
     return level, variance
-
-
-def _check_log(log: TaskLog, method: str) -> None:
-    if not isinstance(log, TaskLog):
-        raise TypeError(f"log is a {type(log).__name__}: it must be a TaskLog")
-    if log.design is not None and not isinstance(log.design, Bernoulli):
-        raise ValueError(
-            f"{method} needs a log of design Bernoulli, and this one is of design {log.design!r}"
-        )
-    if log.design is None and log.period is not None:
-        raise ValueError(
-            f"{method} needs a log of design Bernoulli, and this one has the column period, as a "
-            "switchback has"
-        )
-    if log.server is None:
-        raise ValueError(f"{method} needs the column server, the server that each task joined")
 
 
 def _policies(
@@ -410,83 +438,6 @@ def _policies(
     return found[0], found[1]
 
 
-def _servers(
-    log: TaskLog, n_servers: int | None
-) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-    """Return the servers of the log's tasks and of those there before, and how many there are."""
-    assert log.server is not None
-    before = log.carried_over[:, 0].astype(np.int32)
-    known = log.n_servers
-    if known is None and log.scenario is not None:
-        known = log.scenario.n_servers
-    if known is None and log.queue_lengths is not None:
-        known = log.queue_lengths.shape[1]
-    used = np.unique(np.concatenate((before, log.server)))
-    if n_servers is not None:
-        right = "a whole number >= 1" if known is None else f"the log's own, {known}, or None"
-        n = validation.integer("n_servers", n_servers, right, at_least=known or 1, at_most=known)
-        if used.size > n:
-            raise validation.refuse("n_servers", n, f"at least {used.size}, as many as occur")
-    elif known is not None:
-        n = known
-    else:
-        n = used.size
-        warnings.warn(
-            f"the number of servers is not known and taken to be {n}, as many as occur: give "
-            "n_servers",
-            UserWarning,
-            stacklevel=4,
-        )
-    if used[-1] < n:
-        return log.server.copy(), before, n
-    if known is not None:
-        raise ValueError(
-            f"the log names server {used[-1]}: servers must be numbered from 0 to {n - 1}"
-        )
-    server, before = (np.searchsorted(used, x).astype(np.int32) for x in (log.server, before))
-    return server, before, n
-
-
-def _service_times(
-    log: TaskLog, server: NDArray[np.int32], before: NDArray[np.int32], n: int
-) -> tuple[NDArray[np.float64] | None, bool]:
-    """Return service times, recorded or rebuilt, and whether the servers are FCFS."""
-    free = np.full(n, -np.inf)
-    np.maximum.at(free, before, log.carried_over[:, 2])
-    start = kernels.start_of_service(
-        log.arrival.copy(), log.departure.copy(), server, _delays(log)[0], free
-    )
-    # A task served in no time may seem to overtake by rounding.
-    overtakes = start - log.departure > 4.0 * np.finfo(np.float64).eps * np.abs(log.departure)
-    fcfs = bool(np.mean(overtakes) <= MOST_OVERTAKING)
-    if log.service_time is not None:
-        return log.service_time, fcfs
-    return (np.maximum(log.departure - start, 0.0), True) if fcfs else (None, False)
-
-
-def _found_rates(
-    server: NDArray[np.int32], service_time: NDArray[np.float64] | None, n: int
-) -> NDArray[np.float64]:
-    """Return service rates of mean about one, all equal unless mean service times show otherwise.
-
-    Means of servers that are alike spread by about ``sd sqrt(N / n)``; half as much again shows
-    that they are not.
-    """
-    equal = np.ones(n)
-    if service_time is None or n < 2:
-        return equal
-    tasks = np.bincount(server, minlength=n)
-    if not tasks.all() or not service_time.any():
-        return equal
-    means = np.bincount(server, service_time, minlength=n) / tasks
-    chance = service_time.std() * math.sqrt(n / server.size)
-    # Where all take the same time, rounding is no difference.
-    if means.min() <= 0.0 or means.std() <= max(1.5 * chance, CONSTANT * means.mean()):
-        return equal
-    rates: NDArray[np.float64] = service_time.mean() / means
-    return rates
-
-
 def _has_ranks(log: TaskLog, policy: Policy, rates: NDArray[np.float64]) -> bool:
     """Whether what the policy compares can be rebuilt, so that ranks give its probabilities."""
     if not isinstance(policy, _BY_RANK):
@@ -507,13 +458,12 @@ def _delays(log: TaskLog) -> tuple[float, float]:
 
 def _queues(
     log: TaskLog,
-    server: NDArray[np.int32],
-    before: NDArray[np.int32],
+    who: rebuild.Servers,
     rates: NDArray[np.float64],
     kinds: list[int],
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the ranks of the servers chosen and the state met, as `kernels.queues_met` does."""
-    first, n = before.size, log.n_tasks
+    first, n = who.before.size, log.n_tasks
     departure = np.concatenate((log.carried_over[:, 2], log.departure))
     seen = log.queue_lengths
     ranks = np.zeros((n, 2, 2), np.int64)
@@ -521,7 +471,7 @@ def _queues(
     kernels.queues_met(
         np.concatenate((np.full(first, -np.inf), log.arrival)),
         departure,
-        np.concatenate((before, server)),
+        np.concatenate((who.before, who.joined)),
         np.argsort(departure, kind="stable"),
         first,
         *_delays(log),
@@ -538,7 +488,6 @@ def _queues(
 def _score(
     log: TaskLog,
     policies: tuple[Policy, Policy],
-    server: NDArray[np.int32],
     n: int,
     p: float,
     ranks: NDArray[np.int64] | None,
@@ -610,33 +559,15 @@ def _choice_probability(ranks: NDArray[np.int64], d: int, n: int) -> NDArray[np.
     return probability
 
 
-def _is_exogenous(log: TaskLog, met: _Met) -> bool:
+def _is_exogenous(log: TaskLog, who: rebuild.Servers, time: NDArray[np.float64]) -> bool:
     """Whether requirements correlate with nothing that they must not depend on."""
-    assert met.service_time is not None
-    counted = slice(log.first_counted, None)
-    server = met.server[counted]
-    service = met.service_time[counted]
-    if service.std() <= CONSTANT * service.mean():
+    if not time.any():
         return True
-    # Relative to the mean of the server, in which rates are no matter.
-    n = met.rates.size
-    tasks = np.maximum(np.bincount(server, minlength=n), 1)
-    mean = np.bincount(server, service, minlength=n) / tasks
-    relative = service / np.where(mean > 0.0, mean, 1.0)[server]
-    pairs = (
-        (relative, met.state[counted, _JOINED]),
-        (relative, log.treated[counted].astype(np.float64)),
-        (relative[1:], relative[:-1]),
-    )
-    return all(_t_of_correlation(x, y) < MOST_CORRELATED for x, y in pairs)
-
-
-def _t_of_correlation(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    if x.size < 3:
-        return 0.0
-    x, y = x - x.mean(), y - y.mean()
-    scale = math.sqrt(float(x @ x) * float(y @ y))
-    return abs(float(x @ y)) / scale * math.sqrt(x.size) if scale > 0.0 else 0.0
+    relative = time / rebuild.rates(who, time).mean[who.joined]
+    queue = rebuild.queue_at_joining(log, who, _delays(log)[0])
+    counted = slice(log.first_counted, log.n_tasks)
+    found = rebuild.exogeneity(relative, queue, log.treated, counted)
+    return all(abs(t) <= rebuild.MOST_T for t in found.values())
 
 
 def _horizon(log: TaskLog, met: _Met, horizon: int | None) -> int:
@@ -751,7 +682,7 @@ def _beyond_influence(
     if met.uses_service:
         assert met.service_time is not None
         # Constant ones tell no more than the number of arrivals.
-        if met.service_time.std() > CONSTANT * met.service_time.mean():
+        if met.service_time.std() > rebuild.CONSTANT * met.service_time.mean():
             requirement = met.requirement
     gap = np.diff(log.arrival)
     gap -= gap.mean()
@@ -938,7 +869,6 @@ def _blocks(treated: NDArray[np.bool_], values: NDArray[np.float64]) -> NDArray[
 
 def _estimate(
     method: str,
-    log: TaskLog,
     value: float,
     spread: Spread,
     level: float,
@@ -946,7 +876,7 @@ def _estimate(
     horizon: int,
     n_used: int,
 ) -> Estimate:
-    result = Estimate(
+    return Estimate(
         method=method,
         value=value,
         standard_error=math.sqrt(max(spread.variance, 0.0)),
@@ -956,6 +886,8 @@ def _estimate(
         variance=variance,
         horizon=horizon,
     )
+
+
+def _warn_of_doubts(log: TaskLog, result: Estimate) -> None:
     for doubt in trust.doubts(log, [result]):
         warnings.warn(doubt, UserWarning, stacklevel=3)
-    return result

@@ -23,16 +23,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qdq import kernels, trust, validation
+from qdq import rebuild, score, trust, validation
 from qdq.estimators import Estimate, dq_response
+from qdq.inference import Spread, confidence_interval
 from qdq.policies import Policy, PowerOfD, RoundRobin
 from qdq.scenario import ArrivalTrace, Scenario, ServiceTrace
-from qdq.simulate import Seed, run_traces, seed_sequence
+from qdq.simulate import Seed, replay, run_traces, seed_sequence
 from qdq.tasklog import TaskLog
 
 FCFS = "fcfs"
@@ -41,18 +42,6 @@ PROCESSOR_SHARING = "processor_sharing"
 # --------------------------------------------------------------------------------------------------
 # Constants, and why they are what they are
 # --------------------------------------------------------------------------------------------------
-
-# Tasks that leave before one that came earlier to the same server: none do so at a FCFS server, and
-# a few in a thousand are as many as clocks of limited resolution explain.
-_MOST_OVERTAKEN = 0.001
-# Correlation of the requirements that processor sharing implies with the number of tasks that they
-# met, beyond chance. It is zero if servers share; at load 0.7 it is -0.16 if they serve all their
-# tasks at once, and -0.30 if always the last one to come.
-_MOST_UNLIKE_SHARING = 0.05
-# The spread of the servers' mean service times over what chance alone gives. With 20 equal servers
-# chance exceeds it once in a thousand times; a spread below it changes the effect by less than the
-# noise of rates fitted one by one.
-_UNEQUAL_RATES = 1.5
 
 # What is left out at either end of the log, in tasks and as a share of it, whichever is less: the
 # twin starts empty, and a log that was cut lacks its longest tasks.
@@ -74,13 +63,11 @@ _LEAST_SD = 1e-3  # in mean service times, so that its logarithm exists
 # costs time only, and to distrust the twin.
 _SEARCH_FROM = 0.05
 _DISTRUST_FROM = 0.005
-_MOST_T = 4.0  # three tests, each with a false alarm of 6e-5
 # A server that is busy for 98 % of the time or more has a mean response that no log of usual length
 # tells from infinity.
 MOST_LOAD = 0.98
 _MOST_APART = 0.01  # sd of the difference between logged and modelled times, over that of response
 _LEAST_AGREEMENT = 0.99  # of choices: with the log's own candidates nothing is left to chance
-_EQUAL_SERVICE = 1e-6  # sd over mean of requirements that are all the same but for rounding
 _FEWEST_OF_A_LENGTH = 30  # tasks, for a mean and its error to be shown
 
 # The search for delays: shares of the longest dispatch delay that the log allows, information
@@ -94,6 +81,8 @@ _COARSE_TASKS = 30_000  # that tell one point of the grid from the next; a quart
 _NO_DELAY = 1e-6  # in mean service times: rounding
 _DERIVATIVE_STEP = 0.1  # in mean service times: wide enough to rise above the noise of candidates
 
+# Policies that candidates determine.
+_TOLD = (PowerOfD, RoundRobin)
 # Runs under either arm. Each averages over other pairs of arrivals and requirements and over other
 # candidates; what is left of the error after a few is that of the log's own gaps and requirements.
 _PASSES = 4
@@ -166,19 +155,34 @@ class Fallback(NamedTuple):
     dq_log: float
     dq_twin: float
     horizon: int
+    method: str
+    """What DQ is: `dq_score`, or `dq_response` where that refuses a policy."""
     meaning: str = (
         "aims at the slope at the log's share of treatment, may miss half the effect at high load"
     )
 
 
-@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
-class LogTwin(Estimate):
-    """What `log_twin` found: an `Estimate`, and why it is to be trusted or not.
+class Scores(NamedTuple):
+    """What `dq_score` finds in the log's counted tasks, to be seen beside the twin."""
 
-    Where all tests of fit hold, `value` and `standard_error` are the twin's. Where one fails they
-    are those of the fallback, which corrects the twin by Differences-in-Q and shares their limits.
-    Where an arm overloads a server there is no finite effect, and both are nan.
-    """
+    without_service: Estimate | None
+    """None where it refuses a policy."""
+    with_service: Estimate | None
+    """None also where requirements depend on what they must not depend on."""
+
+
+class MeanResponse(NamedTuple):
+    """Mean response time in the twin if one policy routes all tasks, with its interval."""
+
+    value: float
+    standard_error: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class _Twin(Estimate):
+    """An estimate from a twin, and why it is to be trusted or not."""
 
     trusted: bool
     """Whether all tests of fit hold."""
@@ -191,7 +195,6 @@ class LogTwin(Estimate):
     moments: tuple[Moment, ...]
     loads: Loads = dataclasses.field(compare=False)
     by_queue: ByQueue = dataclasses.field(compare=False)
-    fallback: Fallback
 
     @property
     def verdict(self) -> str:
@@ -206,25 +209,15 @@ class LogTwin(Estimate):
         return f"not trusted: {len(failed)} of {len(self.tests)} tests of fit fail: {reasons}"
 
     @property
-    def _instead(self) -> str:
-        """What stands in for a twin that is not trusted, and what the twin says."""
-        if math.isnan(self.standard_error):
-            return (
-                "deployed alone, an arm overloads a server, so that there is no finite effect to "
-                "estimate"
-            )
-        return (
-            f"the value is the twin's corrected by Differences-in-Q, which {self.fallback.meaning};"
-            f" the twin alone says {self.twin_value:.6g}, standard error "
-            f"{self.twin_standard_error:.3g}"
-        )
+    def _more(self) -> str:
+        """What is to be known beside the verdict, or nothing."""
+        raise NotImplementedError
 
     def __repr__(self) -> str:
-        said = f"{Estimate.__repr__(self)}\n{self.verdict}"
-        return said if self.trusted else f"{said}\n{self._instead}"
+        return "\n".join(filter(None, (Estimate.__repr__(self), self.verdict, self._more)))
 
     def _repr_html_(self) -> str:
-        said = self.verdict if self.trusted else f"{self.verdict}; {self._instead}"
+        said = "; ".join(filter(None, (self.verdict, self._more)))
         rows = "".join(
             f"<tr><td>{escape(test.name)}</td><td>{test.value:.4g}</td>"
             f"<td>{test.threshold:.4g}</td><td>{'holds' if test.passed else 'fails'}</td>"
@@ -237,6 +230,80 @@ class LogTwin(Estimate):
             f"{Estimate._repr_html_(self)}<p>{escape(said[0].upper() + said[1:])}.</p>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
         )
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class LogTwin(_Twin):
+    """What `log_twin` found: an `Estimate`, and why it is to be trusted or not.
+
+    Where all tests of fit hold, `value` and `standard_error` are the twin's. Where one fails they
+    are those of the fallback, which corrects the twin by Differences-in-Q and shares their limits.
+    Where an arm overloads a server there is no finite effect, and both are nan.
+    """
+
+    fallback: Fallback
+    scores: Scores
+
+    @property
+    def _more(self) -> str:
+        """What stands in for a twin that is not trusted, and what the twin says."""
+        if self.trusted:
+            return ""
+        if math.isnan(self.standard_error):
+            return (
+                "deployed alone, an arm overloads a server, so that there is no finite effect to "
+                "estimate"
+            )
+        found = [
+            ("the twin alone", self.twin_value, self.twin_standard_error),
+            *(
+                (f"dq_score {name.replace('_', ' ')} terms", one.value, one.standard_error)
+                for name, one in self.scores._asdict().items()
+                if one is not None
+            ),
+        ]
+        return (
+            f"the value is the twin's corrected by {self.fallback.method}, which "
+            f"{self.fallback.meaning}; "
+            + ", ".join(
+                f"{name} says {value:.6g}, standard error {error:.3g}"
+                for name, value, error in found
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class WhatIf(_Twin):
+    """What `what_if` found: an `Estimate`, and why it is to be trusted or not.
+
+    Where a test of fit fails, `value` and `standard_error` are nan: no data tell of a policy that
+    was never run but by the twin. `loads` and `mean_response` are those of the twin, trusted or
+    not, and the treatment of `scenario` and of `loads` is the policy asked about.
+    """
+
+    policy: Policy
+    mean_response: MeanResponse
+    tested: bool
+    """Whether the policy is one of the log's two."""
+
+    @property
+    def _more(self) -> str:
+        """What the mean is, and what no test has seen."""
+        mean = self.mean_response
+        said = (
+            f"under {self.policy!r} the twin's mean response is {mean.value:.6g}, "
+            f"{100 * self.level:g} % interval [{mean.low:.6g}, {mean.high:.6g}]"
+        )
+        if not self.trusted:
+            said += f"; less that under control it says {self.twin_value:.6g}"
+        return said if self.tested else f"{said}; {_untested(self.policy)}"
+
+
+def _untested(policy: Policy) -> str:
+    return (
+        f"no task of the log was routed by {policy!r}: only the policies of its two arms have been "
+        "tested against data"
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,12 +326,13 @@ def log_twin(
     ----------
     log : TaskLog
         Of a Bernoulli experiment, or from outside, with the column ``server``. Where it has
-        ``candidates`` (of policies that they determine: power of d, shortest expected delay, round
-        robin) or ``service_time`` they are used: for the delays, and for sharper tests.
+        ``candidates`` (of FCFS servers, and of policies that they determine: power of d, shortest
+        expected delay, round robin) or ``service_time`` they are used: for the delays, and for
+        sharper tests.
     control, treatment : Policy
         The policies that routed the log's control and treated tasks.
     n_servers : int, optional
-        Number of servers. By default the log's, else those that the log names.
+        Number of servers. By default the log's or its scenario's, else as many as occur in it.
     seed : int or tuple of int, default 0
         Draws candidates and permutations; the same seed gives the same answer.
     level : float, default 0.95
@@ -283,7 +351,7 @@ def log_twin(
     Warns
     -----
     UserWarning
-        If the number of servers is taken from the servers named; and for what makes intervals
+        If the number of servers is guessed; and for what makes intervals
         doubtful, see `trust.doubts`.
 
     Notes
@@ -291,7 +359,9 @@ def log_twin(
     **Rebuild.** With ``P_i`` the departure of the task ahead of task i at its server and b the
     dispatch delay, a FCFS server has spent ``S_i = D_i - max(A_i + b, P_i)`` on it. Where more than
     one task in a thousand leaves before the one ahead, servers are taken to share their effort, and
-    ``S_i`` is the integral of one over the number of tasks there.
+    ``S_i`` is the integral of one over the number of tasks there. They are refused if these service
+    times go with the number of tasks met, which they do if a server works on its tasks in another
+    way. A delay is not looked for where servers share: it shows as a misfit.
 
     **Fit.** Each server has a rate of its own if their mean service times differ by more than
     chance explains. Let M be the means and log standard deviations of the response in either arm
@@ -329,6 +399,16 @@ def log_twin(
     rebuilt without them: with heavy tails the value is too close to zero more often than not, and
     its standard error too small.
 
+    **Where it is not trusted** the effect is corrected by ``DQ(log) - DQ(twin)``, both by
+    `dq_score` with a horizon of 30 mean service times of arrivals, with service terms where
+    requirements pass their tests. The twin's DQ is the mean over four runs in the log's own order
+    with arms and candidates drawn anew: requirements that do depend on queues carry the log's own
+    arms, and with these the twin would have some of the log's effect. The error of the correction
+    is that of the windows' differences, which share gaps and requirements; it is taken as
+    independent of the twin's. With a right twin the correction is zero on average, and what is
+    estimated is the effect; with a wrong one it is, but for the truncation and the curvature that
+    the twin knows of, the slope of the mean response at the log's share of treatment.
+
     References
     ----------
     C. Cameron, J. Gelbach, D. Miller, Robust inference with multiway clustering, 2011.
@@ -344,42 +424,169 @@ def log_twin(
     (True, True)
     """
     level = validation.number("level", level, "strictly between 0 and 1", above=0.0, below=1.0)
-    servers = _servers(log, n_servers)
-    fit = _Fit(log, *servers, control, treatment, seed_sequence(seed))
-    delays = _delays(fit)
-    twin = fit.run(delays)
-
-    passes = _passes(fit, delays)
-    value = float(passes.difference.mean())
-    variance = _crossed_variance(passes) + _variance_from_delays(fit, delays)
-    error = math.sqrt(variance)
-    by_queue, tests = _tests(fit, delays, twin, passes.loads)
-    trusted = all(test.passed for test in tests)
-    fallback = _fallback(fit, delays, twin, value, error)
-    scenario = fit.scenario(delays)
-    overloaded = max(map(np.max, passes.loads)) >= 1.0
+    fit = _Fit(log, _who(log, n_servers, "log_twin"), control, treatment, seed, "log_twin")
+    twin = _twin(fit, treatment)
+    overloaded = max(map(np.max, twin.loads)) >= 1.0
+    fallback, scores, doubts = _fallback(fit, twin, level)
     then = (math.nan, math.nan) if overloaded else fallback[:2]
+    trusted = twin.trusted
     result = LogTwin(
-        method="log_twin",
-        value=value if trusted else then[0],
-        standard_error=error if trusted else then[1],
-        level=level,
+        value=twin.effect.value if trusted else then[0],
+        standard_error=twin.effect.standard_error if trusted else then[1],
         degrees_of_freedom=_BLOCKS - 1 if trusted else fallback.degrees_of_freedom,
-        n_used=fit.stop - fit.first,
-        variance="batch_means",
-        trusted=trusted,
-        twin_value=value,
-        twin_standard_error=error,
-        scenario=scenario.replace(allow_unstable=scenario.load >= 1.0),
-        tests=tests,
-        moments=fit.compared(twin.response),
-        loads=passes.loads,
-        by_queue=by_queue,
         fallback=fallback,
+        scores=scores,
+        **_fields(fit, twin, level),
     )
-    for doubt in trust.doubts(log, [result]):
+    for doubt in ([] if trusted else doubts) + trust.doubts(log, [result]):
         warnings.warn(doubt, UserWarning, stacklevel=2)
     return result
+
+
+def what_if(
+    log: TaskLog,
+    policy: Policy,
+    control: Policy,
+    treatment: Policy,
+    n_servers: int | None = None,
+    seed: Seed = 0,
+    *,
+    level: float = 0.95,
+) -> WhatIf:
+    """Estimate what a policy would do that was never run, from a twin of the log.
+
+    Parameters
+    ----------
+    log : TaskLog
+        As for `log_twin`.
+    policy : Policy
+        The policy asked about.
+    control, treatment : Policy
+        The policies that routed the log's control and treated tasks.
+    n_servers, seed, level
+        As for `log_twin`.
+
+    Returns
+    -------
+    WhatIf
+        Its value is the mean response under `policy` minus that under `control`. With
+        ``policy=treatment`` it is that of `log_twin`, where that is trusted.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `log_twin`.
+
+    Warns
+    -----
+    UserWarning
+        If the policy is neither of the log's two, which alone have been tested against data; and as
+        `log_twin`.
+
+    Notes
+    -----
+    The twin is rebuilt, fitted and tested as in `log_twin`, with the log's own two policies, and
+    run with `policy` in the place of treatment; the test of loads is of control and `policy`. No
+    test can see what a new policy alone would bring to light: queues longer or more unequal than
+    any in the log, and service that depends on them. There is no fallback.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> import qdq
+    >>> one, two, three = (qdq.PowerOfD(d) for d in (1, 2, 3))
+    >>> scenario = qdq.Scenario(n_servers=4, control=one, treatment=two)
+    >>> log = qdq.simulate(scenario, qdq.Bernoulli(0.5), n_tasks=50_000, seed=1)
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")  # no task was routed by power-of-3
+    ...     found = qdq.what_if(log, three, one, two)
+    >>> truth = qdq.true_effect(scenario.replace(treatment=three)).value
+    >>> found.trusted, found.low < truth < found.high
+    (True, True)
+    """
+    level = validation.number("level", level, "strictly between 0 and 1", above=0.0, below=1.0)
+    who = _who(log, n_servers, "what_if")
+    if type(policy) is Policy or not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy={policy!r} is not a policy: policy must be one, such as PowerOfD(2)"
+        )
+    if policy.min_servers > who.number:
+        raise ValueError(
+            f"policy={policy!r} samples more servers than there are: d must be at most {who.number}"
+        )
+    fit = _Fit(log, who, control, treatment, seed, "what_if")
+    twin = _twin(fit, policy)
+    ends = confidence_interval(*twin.mean, _BLOCKS - 1, level)
+    result = WhatIf(
+        value=twin.effect.value if twin.trusted else math.nan,
+        standard_error=twin.effect.standard_error if twin.trusted else math.nan,
+        degrees_of_freedom=_BLOCKS - 1,
+        policy=policy,
+        mean_response=MeanResponse(*twin.mean, *ends),
+        tested=policy in (control, treatment),
+        **_fields(fit, twin, level),
+    )
+    doubts = [] if result.tested else [_untested(policy)]
+    for doubt in (*doubts, *trust.doubts(log, [result])):
+        warnings.warn(doubt, UserWarning, stacklevel=2)
+    return result
+
+
+class _Figure(NamedTuple):
+    value: float
+    standard_error: float
+
+
+class _Twinned(NamedTuple):
+    """What the twin says of a policy, and how well it fits."""
+
+    delays: _Delays
+    run: _Run
+    """As the log was."""
+    effect: _Figure
+    mean: _Figure
+    loads: Loads
+    scenario: Scenario
+    by_queue: ByQueue
+    tests: tuple[FitTest, ...]
+
+    @property
+    def trusted(self) -> bool:
+        return all(test.passed for test in self.tests)
+
+
+def _twin(fit: _Fit, policy: Policy) -> _Twinned:
+    """Fit and test the twin, and run it with control and with a policy for all."""
+    delays = _delays(fit)
+    run = fit.run(delays)
+    passes = _passes(fit, delays, policy)
+    of_delays = _variances_from_delays(fit, delays, policy)
+    effect, mean = (
+        _Figure(float(blocks.mean()), math.sqrt(_crossed_variance(blocks, passes) + variance))
+        for blocks, variance in zip((passes.difference, passes.response), of_delays, strict=True)
+    )
+    names = ("control", "treatment" if policy == fit.treatment else repr(policy))
+    by_queue, tests = _tests(fit, delays, run, passes.loads, names)
+    scenario = fit.scenario(delays).replace(treatment=policy)
+    return _Twinned(delays, run, effect, mean, passes.loads, scenario, by_queue, tests)
+
+
+def _fields(fit: _Fit, twin: _Twinned, level: float) -> dict[str, Any]:
+    """Return the fields of a result that do not depend on the question."""
+    return {
+        "method": fit.method,
+        "level": level,
+        "n_used": fit.stop - fit.first,
+        "variance": "batch_means",
+        "trusted": twin.trusted,
+        "twin_value": twin.effect.value,
+        "twin_standard_error": twin.effect.standard_error,
+        "scenario": twin.scenario.replace(allow_unstable=twin.scenario.load >= 1.0),
+        "tests": twin.tests,
+        "moments": fit.compared(twin.run.response),
+        "loads": twin.loads,
+        "by_queue": twin.by_queue,
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -387,40 +594,15 @@ def log_twin(
 # --------------------------------------------------------------------------------------------------
 
 
-def _servers(log: TaskLog, n_servers: int | None) -> tuple[NDArray[np.int32], int]:
-    """Check the log, and return the server of each task and the number of servers."""
-    if not isinstance(log, TaskLog):
-        raise TypeError(f"log is a {type(log).__name__}: it must be a TaskLog")
-    if not trust.by_task(log):
-        origin = "one with the column period, a switchback"
-        if log.design is not None:
-            origin = f"of design {log.design!r}"
-        raise ValueError(f"log_twin needs a log of design Bernoulli, and this one is {origin}")
-    if log.server is None:
-        raise ValueError(
-            "the log has no column server: log_twin needs it to rebuild what each task asked of "
-            "its server"
-        )
+def _who(log: TaskLog, n_servers: int | None, method: str) -> rebuild.Servers:
+    """Check the log, and return who went where."""
+    rebuild.check(log, method)
     treated = int(np.count_nonzero(log.treated))
     if treated in (0, log.n_tasks):
         raise ValueError(
-            f"{treated} of the log's {log.n_tasks} tasks are treated: log_twin needs both arms"
+            f"{treated} of the log's {log.n_tasks} tasks are treated: {method} needs both arms"
         )
-    most = int(log.server.max()) + 1
-    if log.candidates is not None:
-        most = max(most, int(log.candidates.max()) + 1)
-    if n_servers is None:
-        n_servers = log.n_servers
-    if n_servers is not None:
-        right = f"an integer >= {most}, as the log names server {most - 1}"
-        return log.server, validation.integer("n_servers", n_servers, right, at_least=most)
-    warnings.warn(
-        f"n_servers=None, and the log does not say how many there are: the {most} servers from 0 "
-        f"to {most - 1} are taken for all",
-        UserWarning,
-        stacklevel=3,
-    )
-    return log.server, most
+    return rebuild.servers(log, n_servers, stacklevel=4)
 
 
 class _Delays(NamedTuple):
@@ -439,11 +621,10 @@ class _Run(NamedTuple):
 
 
 class _Service(NamedTuple):
-    """Rebuilt service times, the rates of the servers and each server's mean."""
+    """Rebuilt service times, and the rates of the servers."""
 
     time: NDArray[np.float64]
-    rates: NDArray[np.float64]
-    means: NDArray[np.float64]
+    rates: rebuild.Rates
 
 
 class _Fit:
@@ -452,19 +633,17 @@ class _Fit:
     def __init__(
         self,
         log: TaskLog,
-        server: NDArray[np.int32],
-        n_servers: int,
+        who: rebuild.Servers,
         control: Policy,
         treatment: Policy,
-        stream: np.random.SeedSequence,
+        seed: Seed,
+        method: str,
     ) -> None:
-        self.log, self.server, self.n_servers = log, server, n_servers
+        self.log, self.who, self.method = log, who, method
         self.control, self.treatment = control, treatment
-        # Others break ties by numbers that no log holds.
-        told = all(isinstance(policy, (PowerOfD, RoundRobin)) for policy in (control, treatment))
-        self.candidates = log.candidates if told else None
         # The first draws the candidates of all runs as the log was, so that they can be compared.
-        self.streams = stream.spawn(_PASSES + 1)
+        # The last ones are for runs with other arms.
+        self.streams = seed_sequence(seed).spawn(2 * _PASSES + 1)
         n = log.n_tasks
         self.first = max(log.first_counted, 1, min(_FIRST, int(n * _FIRST_SHARE)))
         self.stop = n - min(_LAST, int(n * _LAST_SHARE))
@@ -473,10 +652,16 @@ class _Fit:
         self._scenarios: dict[float, Scenario] = {}
         self._log_moments: dict[int, NDArray[np.float64]] = {}
         self.discipline = FCFS
-        overtaken = float(np.mean(self._start(0.0) > log.departure))
-        if overtaken > _MOST_OVERTAKEN:
+        overtaken = rebuild.overtaken(log, self._start(0.0))
+        if overtaken > rebuild.MOST_OVERTAKEN:
             self.discipline = PROCESSOR_SHARING
             self._check_sharing(overtaken)
+        # Other policies break ties by numbers that no log holds, and no log shows the state from
+        # which to go on at servers that share.
+        told = all(isinstance(policy, _TOLD) for policy in (control, treatment))
+        self.candidates = who.candidates if told and self.discipline == FCFS else None
+        # Tasks that are sent under one arm: those after the counted ones slow them down or not.
+        self.length = self.stop if self.discipline == FCFS else n
         self.unit = float(np.mean(self.service(0.0).time))
         self.scenario(_Delays(0.0, 0.0))  # refuses what are no policies
 
@@ -486,13 +671,13 @@ class _Fit:
         fewest = min((min(np.sum(arm), np.sum(~arm)) for arm in arms), default=0)
         if counted < _BATCHES * _TASKS_A_BATCH or fewest < _TASKS_OF_AN_ARM_A_BATCH:
             raise ValueError(
-                f"the log's {self.log.n_tasks} tasks are too few: log_twin needs "
+                f"the log's {self.log.n_tasks} tasks are too few: {self.method} needs "
                 f"{_BATCHES * _TASKS_A_BATCH} between the ends that it leaves out, and in each of "
                 f"{_BATCHES} stretches of them {_TASKS_OF_AN_ARM_A_BATCH} of either arm; it has "
                 f"{max(counted, 0)}, and {fewest} in one stretch"
             )
         if self.log.arrival[-1] == self.log.arrival[0]:
-            raise ValueError("all arrivals are at the same time: log_twin needs a rate")
+            raise ValueError(f"all arrivals are at the same time: {self.method} needs a rate")
 
     @property
     def counted(self) -> slice:
@@ -508,38 +693,17 @@ class _Fit:
     # ----------------------------------------------------------------------------------------------
 
     def _start(self, dispatch: float) -> NDArray[np.float64]:
-        """Start of service at FCFS servers."""
-        log = self.log
-        free = np.full(self.n_servers, -np.inf)
-        np.maximum.at(free, log.carried_over[:, 0].astype(np.int64), log.carried_over[:, 2])
-        start: NDArray[np.float64] = kernels.start_of_service(
-            log.arrival, log.departure, self.server, dispatch, free
-        )
-        return start
-
-    def _shared(self) -> NDArray[np.float64]:
-        """Service times at servers that share their effort."""
-        log = self.log
-        there = log.carried_over[log.carried_over[:, 2] > log.arrival[0]]
-        departure = np.concatenate((there[:, 2], log.departure))
-        service: NDArray[np.float64] = kernels.service_under_sharing(
-            np.concatenate((np.full(len(there), log.arrival[0]), log.arrival)),
-            departure,
-            np.concatenate((there[:, 0].astype(np.int32), self.server)),
-            np.argsort(departure, kind="stable"),
-            self.n_servers,
-        )
-        return service[len(there) :]
+        return rebuild.start_of_service(self.log, self.who, dispatch)
 
     def _check_sharing(self, overtaken: float) -> None:
         relative = self.relative(0.0)[self.counted]
-        correlation = _correlation(relative, self.queue_at_joining(0.0)[self.counted])
-        if abs(correlation) > _MOST_UNLIKE_SHARING + _MOST_T / math.sqrt(relative.size):
+        correlation = rebuild.unlike_sharing(relative, self.queue_at_joining(0.0)[self.counted])
+        if correlation is not None:
             raise ValueError(
                 f"the log's servers are neither FCFS ({100 * overtaken:.2g} % of the tasks leave "
                 "before the one ahead of them) nor do they share their effort (the requirements "
                 f"that this implies have a correlation of {correlation:+.2f} with the tasks met): "
-                "log_twin has no model of them"
+                f"{self.method} has no model of them"
             )
 
     def service(self, dispatch: float) -> _Service:
@@ -548,59 +712,38 @@ class _Fit:
             if self.discipline == FCFS:
                 time = np.maximum(self.log.departure - self._start(dispatch), 0.0)
             else:
-                time = self._shared()
-            self._services[dispatch] = _Service(time, *self._rates(time))
+                time = rebuild.shared_service(self.log, self.who)
+            if not time.any():
+                raise ValueError(
+                    f"all rebuilt service times are zero: {self.method} needs work to be done"
+                )
+            self._services[dispatch] = _Service(time, rebuild.rates(self.who, time))
         return self._services[dispatch]
-
-    def _rates(self, time: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        count = np.bincount(self.server, minlength=self.n_servers)
-        total = np.bincount(self.server, time, minlength=self.n_servers)
-        pooled = float(np.mean(time))
-        if pooled == 0.0:
-            raise ValueError("all rebuilt service times are zero: log_twin needs work to be done")
-        means = np.where(total > 0.0, total / np.maximum(count, 1), pooled)
-        # With equal counts, the sd of the means over that of the times times sqrt(N/n).
-        spread = math.sqrt(float(np.mean(count * (means - pooled) ** 2)))
-        differ = spread > _UNEQUAL_RATES * float(np.std(time))
-        rates = 1.0 / means if differ else np.full(self.n_servers, 1.0 / pooled)
-        return rates, means
 
     def relative(self, dispatch: float) -> NDArray[np.float64]:
         """Return service times over the mean of the server."""
         service = self.service(dispatch)
-        return service.time / service.means[self.server]
+        return service.time / service.rates.mean[self.who.joined]
 
     def queue_at_joining(self, dispatch: float) -> NDArray[np.int64]:
-        """Count the logged tasks that each task finds at its server when it gets there."""
-        log = self.log
-        found = np.empty(log.n_tasks, np.int64)
-        order = np.argsort(self.server, kind="stable")
-        ends = np.cumsum(np.bincount(self.server, minlength=self.n_servers))
-        for mine in np.split(order, ends[:-1]):
-            gone = np.searchsorted(
-                np.sort(log.departure[mine]), log.arrival[mine] + dispatch, side="right"
-            )
-            found[mine] = np.maximum(np.arange(mine.size) - gone, 0)
-        return found
+        """Count the tasks that each task finds at its server when it gets there."""
+        return rebuild.queue_at_joining(self.log, self.who, dispatch)
 
     # ----------------------------------------------------------------------------------------------
 
     def scenario(self, delays: _Delays) -> Scenario:
         """Return the system with some delays."""
         if delays.dispatch not in self._scenarios:
-            if self.discipline != FCFS:
-                raise ValueError(
-                    "the log's servers share their effort among their tasks, and Scenario has FCFS "
-                    "servers only: log_twin cannot run a twin of them"
-                )
             service = self.service(delays.dispatch)
-            equal = np.ptp(service.rates) == 0.0
+            rates = service.rates.rate
+            equal = np.ptp(rates) == 0.0
             self._scenarios[delays.dispatch] = Scenario(
-                n_servers=self.n_servers,
+                n_servers=self.who.number,
                 arrivals=ArrivalTrace(self.log.arrival),
-                service=ServiceTrace(service.time * service.rates[self.server]),
-                service_rates=float(service.rates[0]) if equal else service.rates.tolist(),
+                service=ServiceTrace(service.time * rates[self.who.joined]),
+                service_rates=float(rates[0]) if equal else rates.tolist(),
                 dispatch_delay=delays.dispatch,
+                discipline=self.discipline,
                 control=self.control,
                 treatment=self.treatment,
                 allow_unstable=True,
@@ -608,15 +751,25 @@ class _Fit:
         scenario = self._scenarios[delays.dispatch]
         return scenario.replace(information_delay=delays.information)
 
-    def run(self, delays: _Delays, treated: bool | None = None, stop: int | None = None) -> _Run:
-        """Run the twin in the log's own order: as the log was, up to some task, or with one arm."""
-        scenario, candidates = self.scenario(delays), self.candidates
-        if treated is None and candidates is not None and self.discipline == FCFS:
+    def run(self, delays: _Delays, stop: int | None = None) -> _Run:
+        """Run the twin as the log was, in its own order, up to some task."""
+        scenario = self.scenario(delays)
+        if self.candidates is not None:
             return self._run_on(scenario, stop)
-        arms = self.log.treated[:stop] if treated is None else np.full(self.stop, treated)
+        return _sent(scenario, self.log.treated[:stop], self.streams[0])
+
+    def alone(self, delays: _Delays, policy: Policy) -> list[_Run]:
+        """Run the twin in the log's own order with control, and with a policy, for all."""
+        scenario = self.scenario(delays).replace(treatment=policy)
+        candidates = self.candidates
         if candidates is not None:
-            candidates = candidates[: arms.size]
-        return _Run(*run_traces(scenario, arms, self.streams[0], candidates))
+            enough = (policy.n_choices or 0) <= candidates.shape[1]
+            told = enough and isinstance(policy, _TOLD)
+            candidates = candidates[: self.length] if told else None
+        return [
+            _sent(scenario, np.full(self.length, arm), self.streams[0], candidates)
+            for arm in (False, True)
+        ]
 
     def _run_on(self, scenario: Scenario, stop: int | None) -> _Run:
         """Run the twin as the log was, from the log's own state before the counted tasks.
@@ -632,7 +785,7 @@ class _Fit:
             arrival=log.arrival[ahead],
             departure=log.departure[ahead],
             treated=log.treated[ahead],
-            server=self.server[ahead],
+            server=self.who.joined[ahead],
             service_time=time[ahead],
         )
         requirements = np.asarray(scenario.service.requirements)  # type: ignore[union-attr]
@@ -647,18 +800,18 @@ class _Fit:
         )
         return _Run(
             np.concatenate((log.response_time[ahead], response)),
-            np.concatenate((self.server[ahead], server)),
+            np.concatenate((self.who.joined[ahead], server)),
         )
 
-    def effect(self, delays: _Delays) -> float:
-        """Return the effect in the log's own order."""
-        one, zero = (self.run(delays, arm).response[self.counted] for arm in (True, False))
-        return float(np.mean(one - zero))
+    def figures(self, delays: _Delays, policy: Policy) -> NDArray[np.float64]:
+        """Return the effect of a policy and the mean response under it, in the log's own order."""
+        zero, one = (run.response[self.counted] for run in self.alone(delays, policy))
+        return np.array([np.mean(one - zero), np.mean(one)])
 
     def agreement(self, run: _Run) -> float:
         """Return the share of the tasks that go where they went in the log."""
         part = slice(self.first, min(run.server.size, self.stop))
-        return float(np.mean(run.server[part] == self.server[part]))
+        return float(np.mean(run.server[part] == self.who.joined[part]))
 
     # ----------------------------------------------------------------------------------------------
 
@@ -722,11 +875,32 @@ class _Fit:
         )
 
 
-def _correlation(x: NDArray[np.float64], y: NDArray[np.float64] | NDArray[np.int64]) -> float:
-    """Return the correlation, zero if one of the two is constant."""
-    x, y = x - x.mean(), y - y.mean()
-    square = float(x @ x) * float(y @ y)
-    return float(x @ y) / math.sqrt(square) if square > 0.0 else 0.0
+def _sent(
+    scenario: Scenario,
+    treated: NDArray[np.bool_],
+    stream: np.random.SeedSequence,
+    candidates: NDArray[np.int32] | None = None,
+) -> _Run:
+    """Send the scenario's traces through it, one for each arm given.
+
+    At servers that share nobody comes after the last of them.
+    """
+    if scenario.discipline == FCFS:
+        return _Run(*run_traces(scenario, treated, stream, candidates))
+    n = treated.size
+    arrival = np.asarray(scenario.arrivals.times)[:n]  # type: ignore[union-attr]
+    service = np.asarray(scenario.service.requirements)[:n] / scenario.rates[0]  # type: ignore[union-attr]
+    traces = TaskLog(
+        arrival=arrival,
+        departure=arrival + service,
+        treated=treated,
+        server=np.zeros(n, np.int32),  # so that requirements are those of the trace
+        service_time=service,
+    )
+    assert isinstance(stream.entropy, int)
+    log = replay(scenario, traces, treated, (stream.entropy, *stream.spawn_key))
+    assert log.server is not None
+    return _Run(log.response_time, log.server)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -825,14 +999,14 @@ def _search(
     return at(*best)
 
 
-def _variance_from_delays(fit: _Fit, delays: _Delays) -> float:
-    """Return what the error of fitted delays adds to the variance of the effect.
+def _variances_from_delays(fit: _Fit, delays: _Delays, policy: Policy) -> NDArray[np.float64]:
+    """Return what the error of fitted delays adds to the variances of effect and mean, shape (2,).
 
-    With G and h the derivatives of the moments and of the effect, the delays that make J least have
-    the covariance (G' V^-1 G)^-1, and the effect h' (G' V^-1 G)^-1 h from it.
+    With G and h the derivatives of the moments and of a figure, the delays that make J least have
+    the covariance (G' V^-1 G)^-1, and the figure h' (G' V^-1 G)^-1 h from it.
     """
     most = float(fit.log.response_time.min())
-    of_moments, of_effect = [], []
+    of_moments, of_figures = [], []
     for axis, fitted in enumerate(delays.fitted):
         if not fitted:
             continue
@@ -848,11 +1022,13 @@ def _variance_from_delays(fit: _Fit, delays: _Delays) -> float:
         width = ends[1] - ends[0]
         moments = [fit.moments_of(fit.run(side).response, fit.counted) for side in sides]
         of_moments.append((moments[1] - moments[0]) / width)
-        of_effect.append((fit.effect(sides[1]) - fit.effect(sides[0])) / width)
+        figures = [fit.figures(side, policy) for side in sides]
+        of_figures.append((figures[1] - figures[0]) / width)
     if not of_moments:
-        return 0.0
-    g, h = np.array(of_moments).T, np.array(of_effect)
-    return float(h @ np.linalg.pinv(g.T @ fit.weights @ g, hermitian=True) @ h)
+        return np.zeros(2)
+    g, h = np.array(of_moments).T, np.array(of_figures)
+    covariance = h.T @ np.linalg.pinv(g.T @ fit.weights @ g, hermitian=True) @ h
+    return np.diag(covariance)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -861,34 +1037,35 @@ def _variance_from_delays(fit: _Fit, delays: _Delays) -> float:
 
 
 class _Passes(NamedTuple):
-    """Mean difference between the arms by pass and block, and which blocks met there."""
+    """What a policy does by pass and block, and which blocks met there."""
 
-    difference: NDArray[np.float64]  # (K, B)
+    difference: NDArray[np.float64]  # (K, B) mean response under it less that under control
+    response: NDArray[np.float64]  # (K, B) mean response under it
     gaps: NDArray[np.int64]  # (K, B) block of gaps at each place
     requirements: NDArray[np.int64]  # (K, B)
     loads: Loads
 
 
-def _passes(fit: _Fit, delays: _Delays) -> _Passes:
-    """Run the twin under either arm, in the log's order and in others."""
-    scenario = fit.scenario(delays)
+def _passes(fit: _Fit, delays: _Delays, policy: Policy) -> _Passes:
+    """Run the twin with control and with a policy for all, in the log's order and in others."""
+    scenario = fit.scenario(delays).replace(treatment=policy)
     size = (fit.stop - fit.first) // _BLOCKS
     start = fit.stop - size * _BLOCKS
-    arrival = fit.log.arrival[: fit.stop]
-    requirement = np.asarray(scenario.service.requirements)[: fit.stop]  # type: ignore[union-attr]
+    arrival, stop = fit.log.arrival, fit.stop
+    requirement = np.asarray(scenario.service.requirements)  # type: ignore[union-attr]
     gap = np.diff(arrival, prepend=arrival[0])
-    span = float(arrival[-1] - arrival[start - 1])
+    span = float(arrival[stop - 1] - arrival[start - 1])
 
     def in_order(values: NDArray[np.float64], blocks: NDArray[np.int64]) -> NDArray[np.float64]:
-        rows = values[start:].reshape(_BLOCKS, size)[blocks]
-        return np.concatenate((values[:start], rows.ravel()))
+        rows = values[start:stop].reshape(_BLOCKS, size)[blocks]
+        return np.concatenate((values[:start], rows.ravel(), values[stop:]))
 
-    differences, orders, works = [], [], []
-    for k, stream in enumerate(fit.streams[1:]):
+    means, orders, works = [], [], []
+    for k, stream in enumerate(fit.streams[1 : _PASSES + 1]):
         if k == 0:
             order = np.tile(np.arange(_BLOCKS), (2, 1))
             changed = scenario
-            runs = [fit.run(delays, arm) for arm in (False, True)]
+            runs = fit.alone(delays, policy)
         else:
             draw = np.random.Generator(np.random.Philox(stream.spawn(1)[0]))
             order = np.array([draw.permutation(_BLOCKS) for _ in range(2)])
@@ -896,31 +1073,28 @@ def _passes(fit: _Fit, delays: _Delays) -> _Passes:
                 arrivals=ArrivalTrace(arrival[0] + np.cumsum(in_order(gap, order[0]))),
                 service=ServiceTrace(in_order(requirement, order[1])),
             )
-            arms = (np.full(fit.stop, arm) for arm in (False, True))
-            runs = [_Run(*run_traces(changed, arm, stream)) for arm in arms]
-        work = np.asarray(changed.service.requirements)[start : fit.stop]  # type: ignore[union-attr]
-        works.append([_work_at_servers(run.server[start:], work, fit.n_servers) for run in runs])
-        difference = (runs[1].response - runs[0].response)[start:]
-        differences.append(difference.reshape(_BLOCKS, size).mean(axis=1))
+            arms = (np.full(fit.length, arm) for arm in (False, True))
+            runs = [_sent(changed, arm, stream) for arm in arms]
+        work = np.asarray(changed.service.requirements)[start:stop]  # type: ignore[union-attr]
+        works.append(
+            [np.bincount(run.server[start:stop], work, minlength=fit.who.number) for run in runs]
+        )
+        zero, one = (run.response[start:stop].reshape(_BLOCKS, size) for run in runs)
+        means.append(((one - zero).mean(axis=1), one.mean(axis=1)))
         orders.append(order)
     gaps, requirements = np.array(orders).transpose(1, 0, 2)
     control, treatment = np.mean(works, axis=0) / span / scenario.rates
-    return _Passes(np.array(differences), gaps, requirements, Loads(control, treatment))
+    difference, response = np.array(means).transpose(1, 0, 2)
+    return _Passes(difference, response, gaps, requirements, Loads(control, treatment))
 
 
-def _work_at_servers(
-    server: NDArray[np.int32], requirement: NDArray[np.float64], n_servers: int
-) -> NDArray[np.float64]:
-    return np.bincount(server, requirement, minlength=n_servers).astype(np.float64)
-
-
-def _crossed_variance(passes: _Passes) -> float:
-    """Return the variance of the mean difference, from blocks of gaps and of requirements.
+def _crossed_variance(values: NDArray[np.float64], passes: _Passes) -> float:
+    """Return the variance of the mean of values (K, B), from blocks of gaps and of requirements.
 
     See `log_twin`. The part of pairing and candidates alone is T/K, and the other two are no less
     than zero: so the whole is at least that.
     """
-    apart = passes.difference - passes.difference.mean()
+    apart = values - values.mean()
     k, b = apart.shape
     within = apart - apart.mean(axis=1, keepdims=True)
     total = float(np.sum(within**2) / (k * (b - 1)))
@@ -946,11 +1120,11 @@ def _chi_square(degrees: int, probability: float) -> float:
 
 
 def _tests(
-    fit: _Fit, delays: _Delays, twin: _Run, loads: Loads
+    fit: _Fit, delays: _Delays, twin: _Run, loads: Loads, names: tuple[str, str]
 ) -> tuple[ByQueue, tuple[FitTest, ...]]:
     """Test the fit, and return requirements by queue length too."""
     relative = fit.relative(delays.dispatch)
-    queue = fit.queue_at_joining(delays.dispatch)[fit.counted]
+    queue = fit.queue_at_joining(delays.dispatch)
     tests = [
         _test_of(
             "moments",
@@ -960,10 +1134,10 @@ def _tests(
             ("the log's", "other"),
         ),
         *_tests_of_requirements(fit, relative, queue),
-        _test_of_load(loads),
+        _test_of_load(loads, names),
         *_tests_of_columns(fit, delays, twin),
     ]
-    return _by_queue(queue, relative[fit.counted]), tuple(tests)
+    return _by_queue(queue[fit.counted], relative[fit.counted]), tuple(tests)
 
 
 def _test_of(
@@ -983,25 +1157,23 @@ def _test_of(
 def _tests_of_requirements(
     fit: _Fit, relative: NDArray[np.float64], queue: NDArray[np.int64]
 ) -> Iterator[FitTest]:
-    mine = relative[fit.counted]
-    if float(np.std(mine)) < _EQUAL_SERVICE:
-        return
-    before = relative[fit.first - 1 : fit.stop - 1]
-    for name, other, what in (
-        ("requirement_and_queue", queue, "the queue that the task joins"),
-        ("requirement_and_arm", fit.log.treated[fit.counted].astype(np.float64), "the arm"),
-        ("requirement_and_previous", before, "that of the task before"),
-    ):
-        t = _correlation(mine, other) * math.sqrt(mine.size)
-        meaning = f"what a task asks of its server {{}} on {what}"
-        yield _test_of(name, t, _MOST_T, meaning, ("does not depend", "depends"))
+    found = rebuild.exogeneity(relative, queue, fit.log.treated, fit.counted)
+    what = {
+        "queue": "the queue that the task joins",
+        "arm": "the arm",
+        "previous": "that of the task before",
+    }
+    for name, t in found.items():
+        meaning = f"what a task asks of its server {{}} on {what[name]}"
+        words = ("does not depend", "depends")
+        yield _test_of(f"requirement_and_{name}", t, rebuild.MOST_T, meaning, words)
 
 
-def _test_of_load(loads: Loads) -> FitTest:
+def _test_of_load(loads: Loads, names: tuple[str, str]) -> FitTest:
     at = [int(np.argmax(arm)) for arm in loads]
     arm = max((0, 1), key=lambda k: loads[k][at[k]])
     value = float(loads[arm][at[arm]])
-    deployed = f"server {at[arm]} under {Loads._fields[arm]} alone, the busiest of all, "
+    deployed = f"server {at[arm]} under {names[arm]} alone, the busiest of all, "
     if value >= 1.0:
         deployed += "gets more work than it can do: there is no steady state"
     else:
@@ -1050,36 +1222,79 @@ def _by_queue(queue: NDArray[np.int64], relative: NDArray[np.float64]) -> ByQueu
 # --------------------------------------------------------------------------------------------------
 
 
-def _fallback(fit: _Fit, delays: _Delays, twin: _Run, value: float, error: float) -> Fallback:
+def _fallback(fit: _Fit, twin: _Twinned, level: float) -> tuple[Fallback, Scores, list[str]]:
     """Correct the twin's effect by the difference in DQ between the log and the twin.
 
-    The truncated sums of both have the same windows and arms, and DQ is linear in the response: so
-    that difference is the DQ of response less that of the twin, and has the error of that. A
-    constant, which group means do not see, keeps it positive.
+    The twin is run with arms and candidates drawn anew. With the log's own arms, requirements that
+    do depend on the queue would bring the log's effect into the twin's DQ, where it cancels. The
+    windows of both have the same gaps and requirements, so the error is that of their difference.
+    Returned too is what makes the log's scores doubtful.
     """
-    log = fit.log
+    log, first, stop, delays = fit.log, fit.first, fit.stop, twin.delays
     rate = (log.n_tasks - 1) / float(log.arrival[-1] - log.arrival[0])
-    longest = (fit.stop - fit.first) // (2 * _BLOCKS)
-    mean = float(np.mean(fit.service(delays.dispatch).time))
-    horizon = max(1, min(int(30.0 * rate * mean), longest))
-    apart = log.departure + (float(twin.response.max()) - twin.response)
-    with warnings.catch_warnings():
-        # What is doubtful about the log is said once, of the result.
-        warnings.simplefilter("ignore", UserWarning)
-        of_log, correction = (
-            dq_response(
-                TaskLog(
-                    arrival=log.arrival, departure=departure, treated=log.treated, skip=log.skip
-                ),
-                horizon=horizon,
-            )
-            for departure in (log.departure, apart)
+    longest = (stop - first) // (2 * _BLOCKS)
+    time = fit.service(delays.dispatch).time
+    horizon = max(1, min(int(30.0 * rate * float(np.mean(time))), longest))
+    scenario = fit.scenario(delays)
+    requirement = np.asarray(scenario.service.requirements)  # type: ignore[union-attr]
+    counted = log.treated[fit.counted]
+    share = float(np.mean(counted)) if log.propensity is None else log.propensity
+
+    def part(run: _Run, treated: NDArray[np.bool_], time: NDArray[np.float64]) -> TaskLog:
+        return TaskLog(
+            arrival=log.arrival[:stop],
+            departure=log.arrival[:stop] + run.response[:stop],
+            treated=treated[:stop],
+            server=run.server[:stop],
+            service_time=time[:stop],
+            propensity=share,
+            n_servers=fit.who.number,
+            skip=float(log.arrival[first] - log.arrival[0]),
+            scenario=scenario if delays.dispatch or delays.information else None,
         )
-    return Fallback(
-        value=value + correction.value,
-        standard_error=math.hypot(error, correction.standard_error),
-        degrees_of_freedom=min(_BLOCKS - 1, correction.degrees_of_freedom),
-        dq_log=of_log.value,
-        dq_twin=of_log.value - correction.value,
-        horizon=horizon,
+
+    parts = [part(_Run(log.response_time, fit.who.joined), log.treated, time)]
+    for stream in fit.streams[_PASSES + 1 :]:
+        draw = np.random.Generator(np.random.Philox(stream.spawn(1)[0]))
+        arms = draw.random(fit.length) < share
+        run = _sent(scenario, arms, stream)
+        work = requirement[: arms.size] / scenario.rates[run.server]
+        parts.append(part(run, arms, work))
+
+    exogenous = all(test.passed for test in twin.tests if test.name.startswith("requirement"))
+    policies = fit.control, fit.treatment
+    doubts: list[str] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            plain = score.scored(parts[0], *policies, horizon, False, level)
+            doubts = [str(one.message) for one in said if one.category is UserWarning]
+            rich = score.scored(parts[0], *policies, horizon, True, level) if exogenous else None
+            found = [score.scored(x, *policies, horizon, exogenous, level) for x in parts[1:]]
+        except ValueError:  # no probability of a choice can be had for a policy
+            scores, method = Scores(None, None), "dq_response"
+            estimates = [dq_response(x, horizon=horizon) for x in parts]
+            variances = np.array([one.standard_error**2 for one in estimates])
+            apart = Spread(
+                float(variances[0] + variances[1:].sum() / _PASSES**2),
+                min(one.degrees_of_freedom for one in estimates),
+            )
+        else:
+            scores, method = Scores(plain[0], rich[0] if rich else None), "dq_score"
+            estimates = [one for one, _ in (rich or plain, *found)]
+            differences = (rich or plain)[1] - np.mean([values for _, values in found], axis=0)
+            apart = score.spread_of_mean(differences, counted[: differences.size], "hac")
+    dq_log, *dq_twin = (one.value for one in estimates)
+    return (
+        Fallback(
+            value=twin.effect.value + dq_log - float(np.mean(dq_twin)),
+            standard_error=math.sqrt(twin.effect.standard_error**2 + apart.variance),
+            degrees_of_freedom=min(_BLOCKS - 1, apart.degrees_of_freedom),
+            dq_log=dq_log,
+            dq_twin=float(np.mean(dq_twin)),
+            horizon=horizon,
+            method=method,
+        ),
+        scores,
+        doubts,
     )

@@ -15,7 +15,7 @@ from numba import njit
 from numpy.testing import assert_allclose, assert_array_equal
 
 import qdq
-from qdq import figures, kernels, twin
+from qdq import figures, kernels, rebuild, twin
 from qdq.simulate import run_traces, seed_sequence
 
 ONE, TWO, THREE = (qdq.PowerOfD(d) for d in (1, 2, 3))
@@ -35,9 +35,8 @@ def simulated(scenario=SMALL, n=30_000, seed=1, **options):
 
 
 def fitted(log, scenario=SMALL):
-    return twin._Fit(
-        log, log.server, scenario.n_servers, scenario.control, scenario.treatment, seed_sequence(0)
-    )
+    who = rebuild.servers(log, scenario.n_servers, stacklevel=1)
+    return twin._Fit(log, who, scenario.control, scenario.treatment, 0, "log_twin")
 
 
 def failed(result):
@@ -79,12 +78,15 @@ def test_service_times_of_fcfs_servers_are_rebuilt(changes):
     count = np.bincount(log.server)
     own = np.array([np.std(log.service_time[log.server == s]) for s in range(4)])
     error = own * scenario.rates**2 / np.sqrt(count)
-    assert np.all(abs(service.rates - scenario.rates) < Z * error)
-    assert (np.ptp(service.rates) == 0.0) == (np.ptp(scenario.rates) == 0.0)
+    assert np.all(abs(service.rates.rate - scenario.rates) < Z * error)
+    assert (np.ptp(service.rates.rate) == 0.0) == (np.ptp(scenario.rates) == 0.0)
 
 
 def sharing_log(n=3_000, n_servers=4, rate=0.7, d=(1, 2), seed=1, order="sharing"):
-    """Serve tasks by processor sharing, or the last one first, in plain Python."""
+    """Serve all tasks at once, the last one or the two oldest, in plain Python.
+
+    Together they are served at the rate 1; at "two slots" each of the two is.
+    """
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1.0 / (n_servers * rate), n))
     requirement = rng.exponential(size=n)
@@ -95,11 +97,13 @@ def sharing_log(n=3_000, n_servers=4, rate=0.7, d=(1, 2), seed=1, order="sharing
 
     def advance(s, until):
         while left[s]:
-            served = list(left[s]) if order == "sharing" else [max(left[s])]
+            oldest = sorted(left[s])
+            served = {"sharing": oldest, "last": oldest[-1:]}.get(order, oldest[:2])
+            pace = 1.0 if order == "two slots" else 1.0 / len(served)
             first = min(served, key=left[s].get)
-            ends = since[s] + left[s][first] * len(served)
+            ends = since[s] + left[s][first] / pace
             for k in served:
-                left[s][k] -= (min(ends, until) - since[s]) / len(served)
+                left[s][k] -= (min(ends, until) - since[s]) * pace
             if ends > until:
                 break
             departure[first], since[s] = ends, ends
@@ -139,9 +143,8 @@ def test_service_times_of_sharing_servers_are_rebuilt():
         **{k: getattr(log, k)[later] for k in ("arrival", "departure", "treated", "server")},
         carried_over=np.column_stack((log.server, log.arrival, log.departure))[there],
     )
-    fit = object.__new__(twin._Fit)
-    fit.log, fit.server, fit.n_servers = part, part.server, 4
-    assert_allclose(fit._shared(), requirement[later], rtol=0, atol=1e-9)
+    found = rebuild.shared_service(part, rebuild.servers(part, 4, stacklevel=1))
+    assert_allclose(found, requirement[later], rtol=0, atol=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -307,7 +310,8 @@ def test_the_variance_is_right_for_effects_of_blocks_crossed_in_two_ways():
         )
         values.append(difference.mean())
         loads = twin.Loads(np.zeros(1), np.zeros(1))
-        variances.append(twin._crossed_variance(twin._Passes(difference, *orders, loads)))
+        passes = twin._Passes(difference, difference, *orders, loads)
+        variances.append(twin._crossed_variance(difference, passes))
     exact = (1.0 + 4.0 + 9.0 / k) / b
     error = np.std(variances) / math.sqrt(len(variances))
     assert abs(np.mean(variances) - exact) < Z * error
@@ -344,6 +348,61 @@ def test_a_change_of_the_unit_of_time_changes_the_unit_only():
 
 
 # --------------------------------------------------------------------------------------------------
+# Servers that share
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_twin_of_sharing_servers_is_near_the_truth():
+    # With exponential requirements queues are those of FCFS servers in law, and so is the effect.
+    truth = qdq.true_effect(PAIR).value
+    scenario = PAIR.replace(discipline="processor_sharing")
+    found = [qdq.log_twin(simulated(scenario, 20_000, (3, j)), ONE, TWO) for j in range(4)]
+    assert all(one.trusted for one in found)
+    assert all(one.scenario.discipline == "processor_sharing" for one in found)
+    error = math.sqrt(sum(one.standard_error**2 for one in found)) / 4
+    assert abs(np.mean([one.value for one in found]) - truth) < Z * error
+    assert Z * error < 0.2 * abs(truth)
+
+
+def test_sharing_servers_of_an_independent_simulation_pass():
+    log, requirement = sharing_log(n=8_000)
+    assert qdq.log_twin(log, ONE, TWO).trusted
+    fit = fitted(log)
+    rebuilt = fit.service(0.0).time
+    assert_allclose(rebuilt, requirement, rtol=0, atol=1e-9)
+
+
+def test_runs_at_sharing_servers_are_those_of_the_simulator():
+    scenario = SMALL.replace(discipline="processor_sharing")
+    log = simulated(scenario, n=6_000, seed=4, warm_up=0.0, record=("candidates", "service_time"))
+    fit = fitted(log, scenario)
+    assert fit.candidates is None  # to the end of its tasks a log has not all that slow them down
+    run = fit.run(twin._Delays(0.0, 0.0))
+    own = replace(outside(log), service_time=fit.service(0.0).time, candidates=None)
+    fitted_scenario = fit.scenario(twin._Delays(0.0, 0.0))
+    stream = fit.streams[0]
+    again = qdq.replay(fitted_scenario, own, log.treated, (stream.entropy, *stream.spawn_key))
+    assert_array_equal(run.server, again.server)
+    assert_allclose(run.response, again.response_time, rtol=0, atol=1e-9)
+    # With the log's candidates this system is the log, but for those still there at its end.
+    same = qdq.replay(fitted_scenario, replace(own, candidates=log.candidates), log.treated)
+    assert_array_equal(same.server[:5_500], log.server[:5_500])
+    assert_allclose(same.response_time[:5_500], log.response_time[:5_500], rtol=0, atol=1e-6)
+
+
+def test_what_comes_after_the_counted_tasks_slows_them_down_at_sharing_servers():
+    scenario = SMALL.replace(discipline="processor_sharing")
+    log = simulated(scenario, n=6_000, seed=4, warm_up=0.0)
+    fit = fitted(log, scenario)
+    passes = twin._passes(fit, twin._Delays(0.0, 0.0), TWO)
+    zero, one = (run.response for run in fit.alone(twin._Delays(0.0, 0.0), TWO))
+    assert one.size == log.n_tasks
+    counted = slice(fit.stop - 20 * ((fit.stop - fit.first) // 20), fit.stop)
+    blocks = (one - zero)[counted].reshape(20, -1).mean(axis=1)
+    assert_allclose(passes.difference[0], blocks, rtol=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------
 # Delays
 # --------------------------------------------------------------------------------------------------
 
@@ -367,8 +426,11 @@ def test_delays_are_found_by_the_misfit():
     # The delays that are not known for sure count in the error.
     fit = fitted(log)
     delays = twin._Delays(0.4, 0.6, (True, True))
-    assert 0.0 < twin._variance_from_delays(fit, delays) < found.twin_standard_error**2 * 4.0
-    assert twin._variance_from_delays(fit, delays._replace(fitted=(False, False))) == 0.0
+    effect, mean = twin._variances_from_delays(fit, delays, TWO)
+    assert 0.0 < effect < found.twin_standard_error**2 * 4.0
+    assert mean > 0.0
+    known = delays._replace(fitted=(False, False))
+    assert_array_equal(twin._variances_from_delays(fit, known, TWO), 0.0)
 
 
 def test_delays_are_seen_in_a_log_with_candidates_and_service_times():
@@ -408,13 +470,15 @@ def test_a_correct_system_passes_all_tests(result):
     assert_allclose(result.by_queue.requirement[:3], 1.0, atol=0.06)
 
 
-def queueing_log(n, slow, seed=1, n_servers=6, rate=0.55, d=(1, 3), wander=0.0, by_arm=1.0):
+def queueing_log(
+    n, slow, seed=1, n_servers=6, rate=0.55, d=(1, 3), wander=0.0, by_arm=1.0, share=0.5
+):
     """FCFS servers that are slower by `slow` for each task met, in plain Python."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1.0 / (n_servers * rate), n))
     requirement = rng.exponential(size=n)
     mood = 0.0
-    treated = rng.random(n) < 0.5
+    treated = rng.random(n) < share
     departure, server = np.empty(n), np.empty(n, np.int32)
     lines = [[] for _ in range(n_servers)]
     for k in range(n):
@@ -435,8 +499,22 @@ def queueing_log(n, slow, seed=1, n_servers=6, rate=0.55, d=(1, 3), wander=0.0, 
         treated=treated,
         server=server,
         n_servers=n_servers,
-        propensity=0.5,
+        propensity=share,
     )
+
+
+def slope_of_queueing(slow, step=0.15):
+    """Slope at one half of the mean response of `queueing_log` against the treated share."""
+    low, high = (
+        np.mean(
+            [
+                queueing_log(25_000, slow, seed=(7, s), share=share).response_time[2_000:].mean()
+                for s in (0, 1)
+            ]
+        )
+        for share in (0.5 - step, 0.5 + step)
+    )
+    return (high - low) / (2.0 * step)
 
 
 def test_servers_of_an_independent_simulation_pass():
@@ -480,7 +558,8 @@ def test_an_unstable_control_is_seen_though_the_log_is_stable():
 
 
 def test_other_policies_than_those_of_the_log_are_seen(log):
-    wrong = qdq.log_twin(log, TWO, THREE)
+    with pytest.warns(UserWarning, match="to which PowerOfD.* would not have sent them"):
+        wrong = qdq.log_twin(log, TWO, THREE)
     assert "moments" in failed(wrong)
     assert not wrong.trusted
 
@@ -542,20 +621,50 @@ def test_a_policy_of_the_users_own():
 
 def test_the_fallback_is_the_twin_corrected_by_dq(log, result):
     found = result.fallback
+    assert found.method == "dq_score"
     assert found.value == pytest.approx(result.twin_value + found.dq_log - found.dq_twin)
     rate = (log.n_tasks - 1) / (log.arrival[-1] - log.arrival[0])
     assert found.horizon == int(30.0 * rate * fitted(log).unit)
     assert found.horizon == pytest.approx(30.0 * 4 * 0.7, rel=0.05)
-    assert found.dq_log == qdq.dq_response(log, horizon=found.horizon).value
-    fit = fitted(log)
-    run = fit.run(twin._Delays(0.0, 0.0))
-    copy = qdq.TaskLog(
-        arrival=log.arrival, departure=log.arrival + run.response, treated=log.treated
+    # Its parts are those of the log between the ends that the twin leaves out.
+    counted = slice(0, 29_500)
+    columns = ("arrival", "departure", "treated", "server")
+    part = qdq.TaskLog(
+        **{name: getattr(log, name)[counted] for name in columns},
+        propensity=0.5,
+        n_servers=4,
+        skip=log.arrival[2_000] - log.arrival[0],
     )
-    own = qdq.dq_response(copy, horizon=found.horizon).value
-    assert found.dq_twin == pytest.approx(own, abs=1e-9)
-    # The twin goes with the log, so their difference is known better than either.
-    assert found.standard_error < qdq.dq_response(log, horizon=found.horizon).standard_error
+    for own, service in zip(result.scores, (False, True), strict=True):
+        other = qdq.dq_score(part, ONE, TWO, horizon=found.horizon, service=service)
+        assert own.n_used == other.n_used == 27_500 - found.horizon
+        assert own.value == pytest.approx(other.value, rel=0.05)
+        assert own.standard_error == pytest.approx(other.standard_error, rel=0.05)
+    assert found.dq_log == result.scores.with_service.value
+    assert result.scores.with_service.standard_error < result.scores.without_service.standard_error
+    # With arms drawn anew the twin's DQ has the log's expectation.
+    apart = found.dq_log - found.dq_twin
+    error = math.sqrt(found.standard_error**2 - result.twin_standard_error**2)
+    assert abs(apart) < Z * error
+    assert 0.5 < error / result.scores.with_service.standard_error < math.sqrt(2.0)
+
+
+def test_where_scores_cannot_be_had_the_fallback_is_by_response():
+    # Of unequal rates that are found from a log ties are lost, so expected delays have no ranks.
+    scenario = SMALL.replace(
+        service_rates=[0.5, 0.8, 1.2, 1.9],
+        arrivals=qdq.Poisson(0.45),
+        treatment=qdq.ShortestExpectedDelay(3),
+    )
+    log = simulated(scenario, n=12_000)
+    found = qdq.log_twin(log, ONE, scenario.treatment)
+    assert found.fallback.method == "dq_response"
+    assert found.scores == (None, None)
+    assert found.fallback.value == pytest.approx(
+        found.twin_value + found.fallback.dq_log - found.fallback.dq_twin
+    )
+    apart = abs(found.fallback.value - found.twin_value)
+    assert apart < Z * found.fallback.standard_error
 
 
 def test_a_twin_that_is_not_trusted_says_so_and_gives_the_fallback():
@@ -568,6 +677,105 @@ def test_a_twin_that_is_not_trusted_says_so_and_gives_the_fallback():
         assert "requirement_and_queue" in text
         assert "may miss half the effect at high load" in text
         assert "the twin alone says" in text
+
+
+def test_the_interval_of_the_fallback_covers_the_slope():
+    """Servers slower by a tenth for each task met, which a twin of their services does not know."""
+    slope = slope_of_queueing(slow=0.1)
+    found = [qdq.log_twin(queueing_log(12_000, slow=0.1, seed=s), ONE, THREE) for s in range(5)]
+    assert not any(one.trusted for one in found)
+    error = math.sqrt(sum(one.standard_error**2 for one in found)) / 5
+    assert abs(np.mean([one.value for one in found]) - slope) < Z * error
+    assert Z * error < abs(slope)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a policy would do that was never run
+# --------------------------------------------------------------------------------------------------
+
+
+def untested(log, policy, **options):
+    with pytest.warns(UserWarning, match="only the policies of its two arms have been tested"):
+        return qdq.what_if(log, policy, ONE, TWO, **options)
+
+
+def test_with_the_treatment_it_is_the_log_twin(log, result):
+    found = qdq.what_if(log, TWO, ONE, TWO)
+    assert found.trusted
+    assert found.tested
+    assert (found.value, found.standard_error) == (result.value, result.standard_error)
+    assert found.method == "what_if"
+    assert found.tests == result.tests
+    assert found.scenario == result.scenario
+    recorded = simulated(n=10_000, warm_up=0.0, record=("candidates", "service_time"))
+    again = [qdq.what_if(recorded, TWO, ONE, TWO), qdq.log_twin(recorded, ONE, TWO)]
+    assert again[0].value == again[1].value
+
+
+def test_with_the_control_nothing_changes(log):
+    found = qdq.what_if(log, ONE, ONE, TWO)
+    assert (found.value, found.standard_error) == (0.0, 0.0)
+    # M/M/1 queues.
+    mean = found.mean_response
+    assert abs(mean.value - 1.0 / 0.3) < Z * mean.standard_error
+    assert mean.low < mean.value < mean.high
+
+
+@pytest.mark.parametrize("policy", [THREE, qdq.JoinShortestQueue()], ids=repr)
+def test_policies_that_were_never_run_are_near_their_truth(log, policy):
+    truth = qdq.true_effect(SMALL.replace(treatment=policy))
+    found = untested(log, policy)
+    assert found.trusted
+    assert not found.tested
+    error = math.hypot(found.standard_error, truth.standard_error)
+    assert abs(found.value - truth.value) < Z * error
+    mean = 1.0 / 0.3 + truth.value
+    error = math.hypot(found.mean_response.standard_error, truth.standard_error)
+    assert abs(found.mean_response.value - mean) < Z * error
+    assert Z * error < 0.4 * abs(truth.value)  # so it is told from control's
+    assert found.scenario.treatment == policy
+    for text in (repr(found), found._repr_html_()):
+        assert "no task of the log was routed by" in text
+        assert "mean response is" in text
+
+
+def test_candidates_that_are_too_few_for_a_policy_are_drawn_anew():
+    log = simulated(n=10_000, warm_up=0.0, record=("candidates",))
+    assert log.candidates.shape == (10_000, 2)
+    found = untested(log, THREE)
+    assert found.trusted
+    assert "choices" in {test.name for test in found.tests}
+
+
+def test_a_twin_that_is_not_trusted_says_nothing_of_other_policies():
+    log = queueing_log(12_000, slow=0.1)
+    with pytest.warns(UserWarning, match="only the policies of its two arms"):
+        found = qdq.what_if(log, TWO, ONE, THREE)
+    assert not found.trusted
+    assert math.isnan(found.value)
+    assert math.isnan(found.standard_error)
+    assert found.twin_value < 0.0
+    assert "not trusted" in repr(found)
+    assert f"it says {found.twin_value:.6g}" in repr(found)
+
+
+def test_a_policy_that_overloads_a_server_is_seen():
+    scenario = SMALL.replace(service_rates=[0.6, 0.6, 1.4, 1.4], control=TWO, treatment=THREE)
+    log = simulated(scenario, n=12_000)
+    with pytest.warns(UserWarning, match="only the policies of its two arms"):
+        found = qdq.what_if(log, ONE, TWO, THREE)
+    assert failed(found) == {"load"}
+    assert "under PowerOfD(d=1) alone" in found.verdict
+    assert math.isnan(found.value)
+
+
+def test_questions_about_what_is_no_policy_are_refused(log):
+    with pytest.raises(TypeError, match="policy=3 is not a policy"):
+        qdq.what_if(log, 3, ONE, TWO)
+    with pytest.raises(ValueError, match=r"policy=PowerOfD\(d=5\) samples more servers .* most 4"):
+        qdq.what_if(log, qdq.PowerOfD(5), ONE, TWO)
+    with pytest.raises(ValueError, match="too few: what_if needs 2400"):
+        qdq.what_if(simulated(n=2_000), TWO, ONE, TWO)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -634,7 +842,7 @@ def test_bad_arguments_are_refused_by_name(log):
         qdq.log_twin(log, 2, TWO)
     with pytest.raises(ValueError, match=r"treatment=PowerOfD\(d=5\) samples more servers"):
         qdq.log_twin(log, ONE, qdq.PowerOfD(5))
-    with pytest.raises(ValueError, match=r"n_servers=3 is not allowed.*names server 3"):
+    with pytest.raises(ValueError, match=r"n_servers=3 is not allowed.*the log's own, 4, or None"):
         qdq.log_twin(log, ONE, TWO, n_servers=3)
     with pytest.raises(ValueError, match=r"level=1\.5 is not allowed"):
         qdq.log_twin(log, ONE, TWO, level=1.5)
@@ -657,19 +865,25 @@ def test_logs_that_say_too_little_are_refused(log):
         qdq.log_twin(outside(log, treated=rare, propensity=None), ONE, TWO)
 
 
-def test_servers_that_are_not_fcfs_are_refused():
-    log, _ = sharing_log()
-    with pytest.raises(ValueError, match="share their effort among their tasks, and Scenario has"):
-        qdq.log_twin(log, ONE, TWO)
-    last, _ = sharing_log(order="last")
+@pytest.mark.parametrize(("order", "rate"), [("last", 0.7), ("two oldest", 0.8)])
+def test_servers_that_neither_wait_in_line_nor_share_are_refused(order, rate):
+    log, _ = sharing_log(order=order, rate=rate, n=6_000)
     with pytest.raises(ValueError, match=r"neither FCFS .* nor do they share their effort"):
-        qdq.log_twin(last, ONE, TWO)
+        qdq.log_twin(log, ONE, TWO)
+
+
+def test_servers_that_serve_two_tasks_at_full_speed_are_not_trusted():
+    log, _ = sharing_log(order="two slots", rate=0.8, n=12_000)
+    found = qdq.log_twin(log, ONE, TWO)
+    assert found.scenario.discipline == "processor_sharing"
+    assert {"moments", "requirement_and_queue"} <= failed(found)
 
 
 def test_the_number_of_servers_is_the_logs_or_else_warned_of(log, result):
     unknown = outside(log, n_servers=None)
-    with pytest.warns(UserWarning, match="the 4 servers from 0 to 3 are taken for all"):
+    with pytest.warns(UserWarning, match="taken to be 4, as many as occur: give"):
         assert qdq.log_twin(unknown, ONE, TWO) == result
-    more = qdq.log_twin(unknown, ONE, TWO, n_servers=8)
+    with pytest.warns(UserWarning, match="would not have sent them"):
+        more = qdq.log_twin(unknown, ONE, TWO, n_servers=8)
     assert more.scenario.n_servers == 8
     assert "moments" in failed(more)
