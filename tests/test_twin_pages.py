@@ -1,4 +1,4 @@
-"""The pages on the log twin and on what to log: what makes their logs, and a number of each.
+"""The pages on the log twin, what to log and the contest: what makes their logs, and a number each.
 
 The systems that the twin misfits are made in cells of the page. With no misfit they are those of
 `qdq.simulate`; with one they are held against plain Python, or against a closed form.
@@ -206,3 +206,34 @@ def test_the_ladder_weighs_columns_against_mixed_dq(monkeypatch):
     assert found["rmse"] == pytest.approx(math.sqrt(naive), rel=1e-9)
     assert found["worth"] == pytest.approx(mixed / naive, rel=1e-6)
     assert results.loc[(system, "mixed"), "worth"] == 1.0
+
+
+@pytest.mark.long
+def test_the_contest_has_the_switchbacks_error(monkeypatch):
+    names = run("contest", monkeypatch)
+    given = SMOKE["contest"]
+    system = given["systems"][1]
+    scenario, truth = names["scenarios"][system], names["truths"][system].value
+
+    def switched(period: float, seed: int, j: int) -> float:
+        design = qdq.Switchback(period)
+        log = qdq.simulate(scenario, design, given["n_tasks"], (seed, j))
+        place = np.floor(log.arrival / period)
+        whole = place < place[-1]
+        response = log.departure - log.arrival
+        return response[whole & log.treated].mean() - response[whole & ~log.treated].mean()
+
+    errors = {
+        period: np.mean(
+            [
+                (switched(period, names["choice_seed"], j) - truth) ** 2
+                for j in range(given["n_choices"])
+            ]
+        )
+        for period in given["periods"]
+    }
+    best = min(errors, key=errors.get)
+    row = names["results"].set_index(["system", "method"]).loc[(system, "switchback")]
+    assert row["period"] == best
+    squares = [(switched(best, names["seed"], j) - truth) ** 2 for j in range(given["n_logs"])]
+    assert row["rmse"] == pytest.approx(math.sqrt(np.mean(squares)), rel=1e-9)
