@@ -370,7 +370,7 @@ def _look(
                 f"{name}={policy!r} samples more servers than there are: d must be at most {n}"
             )
     start = rebuild.start_of_service(log, who, _delays(log)[0])
-    fcfs = rebuild.overtaken(log, start) <= rebuild.MOST_OVERTAKEN
+    fcfs = rebuild.overtaken(log, start, who.tick) <= rebuild.MOST_OVERTAKEN
     service_time = log.service_time
     if service_time is None and fcfs:
         service_time = np.maximum(log.departure - start, 0.0)
@@ -563,10 +563,9 @@ def _is_exogenous(log: TaskLog, who: rebuild.Servers, time: NDArray[np.float64])
     """Whether requirements correlate with nothing that they must not depend on."""
     if not time.any():
         return True
-    relative = time / rebuild.rates(who, time).mean[who.joined]
     queue = rebuild.queue_at_joining(log, who, _delays(log)[0])
     counted = slice(log.first_counted, log.n_tasks)
-    found = rebuild.exogeneity(relative, queue, log.treated, counted)
+    found = rebuild.exogeneity(log, who, time, queue, counted)
     return all(abs(t) <= rebuild.MOST_T for t in found.values())
 
 

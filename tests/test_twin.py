@@ -228,7 +228,7 @@ def test_with_the_logs_candidates_and_true_parameters_the_twin_is_the_log(change
     assert_array_equal(run.server, log.server)
     assert_allclose(run.response, log.response_time, rtol=0, atol=1e-9)
     assert fit.misfit(run.response) < 1e-10
-    assert fit.agreement(run) == 1.0
+    assert fit.agreement(delays) == 1.0
 
 
 def test_the_run_without_a_log_is_the_replay(log):
@@ -450,6 +450,35 @@ def test_without_service_times_candidates_show_both_delays():
     found = qdq.log_twin(outside(log), ONE, TWO)
     assert found.scenario.dispatch_delay == pytest.approx(0.4, abs=0.02)
     assert found.scenario.information_delay == pytest.approx(0.6, abs=0.02)
+
+
+# --------------------------------------------------------------------------------------------------
+# Clocks in whole ticks
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tick", [0.01, 0.04, 0.1])
+@pytest.mark.parametrize("lengths", [False, True], ids=["floor of times", "floor of lengths"])
+def test_a_log_in_whole_ticks_gives_what_that_of_full_precision_gives(log, result, tick, lengths):
+    own = outside(log, carried_over=np.empty((0, 3)))
+    arrival = np.floor(own.arrival / tick)
+    length = np.floor(own.response_time / tick)
+    departure = arrival + length if lengths else np.floor(own.departure / tick)
+    order = np.lexsort((departure, arrival))  # as where lines are written at completion
+    coarse = qdq.TaskLog(
+        arrival=tick * arrival[order],
+        departure=tick * departure[order],
+        treated=own.treated[order],
+        server=own.server[order],
+        n_servers=4,
+    )
+    found = qdq.log_twin(coarse, ONE, TWO)
+    assert found.trusted
+    assert found.scenario.discipline == "fcfs"
+    assert found.scenario.dispatch_delay == found.scenario.information_delay == 0.0
+    assert abs(found.value - result.value) < 2.0 * found.standard_error
+    # Half a tick of every length is in the error, and not more than it has to be.
+    assert found.standard_error < 2.0 * result.standard_error
 
 
 # --------------------------------------------------------------------------------------------------
