@@ -378,7 +378,14 @@ def log_twin(
     taken for four is matched by one.
 
     **Tests.** See `LogTwin.tests`: the misfit; whether requirements depend on the queue joined, the
-    arm or the requirement before; the load of each server under either arm alone.
+    arm or the requirement before; the load of each server under either arm alone. With candidates,
+    each task's choice, and what another choice would have made of its response, one step ahead from
+    the queues that the log itself shows.
+
+    **Clocks.** Where all times are multiples of a tick, tasks count as overtaken from more than two
+    ticks on, moments and service times may be off by their rounding, and a choice is wrong only if
+    no times within the ticks explain it. All lengths may be short by half a tick: what this changes
+    is a part of the standard error.
 
     **Estimate and its error.** The effect is the mean over four passes of the mean response with
     everybody treated minus that with nobody treated: first in the log's own order, then with 20

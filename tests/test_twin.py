@@ -601,6 +601,16 @@ def test_candidates_show_policies_that_are_not_the_logs(log):
     assert {"choices", "responses"} <= failed(found)
 
 
+@pytest.mark.parametrize(("dispatch", "information"), [(0.0, 0.0), (0.4, 0.3), (0.0, 0.6)])
+def test_candidates_show_delays_that_are_not_the_logs(dispatch, information):
+    log = outside(simulated(DELAYED, n=10_000, warm_up=0.0, record=("candidates",)))
+    fit = fitted(log)
+    names = {t.name: t.passed for t in twin._tests_of_columns(fit, twin._Delays(0.4, 0.6))}
+    assert names == {"responses": True, "choices": True}
+    wrong = twin._tests_of_columns(fit, twin._Delays(dispatch, information))
+    assert not any(test.passed for test in wrong)
+
+
 def test_logged_service_times_that_departures_contradict_are_seen():
     own = simulated(record=("service_time",))
     paused = np.random.default_rng(1).random(own.n_tasks) < 0.05
