@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdq import kernels, trust, validation
+from qdq.policies import Policy, RoundRobin, ShortestExpectedDelay
 from qdq.tasklog import TaskLog
 
 # Share of the tasks that leave before one that came earlier to the same server: none do so at a
@@ -29,6 +30,10 @@ _UNEQUAL_RATES = 1.5
 # Largest |t| of a correlation of requirements with what they must not depend on. There are three
 # such tests, each with a false alarm of 6e-5.
 MOST_T = 4.0
+# A step of the clock that is not many times the rounding of times is that rounding; and what a step
+# that is slightly wrong by rounding leaves of a gap counts as nothing.
+_FEWEST_ROUNDINGS = 16.0
+_ROUNDED = 0.01
 # Standard deviation over mean of requirements that are all the same but for rounding.
 CONSTANT = 1e-6
 # Correlation of the requirements that sharing implies with the number of tasks that they met,
@@ -48,6 +53,8 @@ class Servers(NamedTuple):
     """(m,) of those that were there when it began."""
     candidates: NDArray[np.int32] | None
     """(n, d) sampled for each task, where the log has them."""
+    tick: float
+    """Step of the log's clock, see `tick`."""
 
 
 class Rates(NamedTuple):
@@ -137,7 +144,7 @@ def servers(log: TaskLog, n_servers: int | None, stacklevel: int) -> Servers:
             stacklevel=stacklevel,
         )
     if used[-1] < n:
-        return Servers(n, log.server.copy(), before, log.candidates)
+        return Servers(n, log.server.copy(), before, log.candidates, tick(log))
     if known is not None:
         raise ValueError(
             f"the log names server {used[-1]}: servers must be numbered from 0 to {n - 1}"
@@ -147,7 +154,34 @@ def servers(log: TaskLog, n_servers: int | None, stacklevel: int) -> Servers:
         return np.searchsorted(used, numbers).astype(np.int32)
 
     candidates = None if log.candidates is None else renamed(log.candidates)
-    return Servers(n, renamed(log.server), renamed(before), candidates)
+    return Servers(n, renamed(log.server), renamed(before), candidates, tick(log))
+
+
+def tick(log: TaskLog) -> float:
+    """Return the largest step of which all times are multiples, 0.0 if there is none.
+
+    Times are taken from the first arrival. Their rounding in floating point counts for nothing, and
+    a step so fine that it is lost in that is none; a simulation has no clock. The step is found as
+    a greatest common divisor is, from the smallest difference between two times.
+    """
+    if log.scenario is not None:
+        return 0.0
+    times = np.unique(np.concatenate((log.arrival, log.departure)))
+    noise = 4.0 * np.finfo(np.float64).eps * max(abs(times[0]), abs(times[-1]))
+    times = times[1:] - log.arrival[0]
+    if times.size == 0:
+        return 0.0
+    gaps = np.diff(times, prepend=0.0)
+    step = float(np.min(gaps[gaps > noise], initial=np.inf))
+    while _FEWEST_ROUNDINGS * noise < step < np.inf:
+        rest = np.abs(gaps - step * np.rint(gaps / step))
+        rest = rest[rest > _ROUNDED * step]
+        if rest.size == 0:
+            step = float(times[-1] / np.sum(np.rint(gaps / step)))
+            exact = np.abs(times - step * np.rint(times / step)) <= noise
+            return step if exact.all() else 0.0
+        step = float(np.min(rest))
+    return 0.0
 
 
 def start_of_service(log: TaskLog, who: Servers, dispatch_delay: float) -> NDArray[np.float64]:
@@ -160,10 +194,14 @@ def start_of_service(log: TaskLog, who: Servers, dispatch_delay: float) -> NDArr
     return start
 
 
-def overtaken(log: TaskLog, start: NDArray[np.float64]) -> float:
-    """Return the share of tasks that leave before a FCFS server would have begun them."""
+def overtaken(log: TaskLog, start: NDArray[np.float64], step: float) -> float:
+    """Return the share of tasks that leave before a FCFS server would have begun them.
+
+    By more than two ticks of the log's clock, as many as arrival and length in whole ticks explain.
+    """
     # A task served in no time may seem to do so by rounding.
-    early = start - log.departure > 4.0 * np.finfo(np.float64).eps * np.abs(log.departure)
+    rounding = 4.0 * np.finfo(np.float64).eps * np.abs(log.departure)
+    early = start - log.departure > 2.5 * step + rounding
     return float(np.mean(early))
 
 
@@ -226,21 +264,148 @@ def queue_at_joining(log: TaskLog, who: Servers, dispatch_delay: float) -> NDArr
     return found
 
 
+def sent_to(
+    log: TaskLog,
+    who: Servers,
+    policies: tuple[Policy, Policy],
+    rate: NDArray[np.float64],
+    delays: tuple[float, float],
+    part: slice,
+) -> NDArray[np.int32]:
+    """Return where policies send tasks, given the queues that the log itself shows.
+
+    Parameters
+    ----------
+    log : TaskLog
+        Of FCFS servers.
+    who : Servers
+        With candidates.
+    policies : tuple of Policy
+        Control and treatment, both determined by candidates.
+    rate : ndarray of float64, shape (N,)
+        Of the servers.
+    delays : tuple of float
+        Of dispatch and of information.
+    part : slice
+        The tasks that are asked for, the m of them.
+
+    Returns
+    -------
+    ndarray of int32, shape (m,)
+        A task's own server if its policy may have sent it there: with times in whole ticks, queues
+        are known within bounds only.
+    """
+    assert who.candidates is not None
+    expected = who.joined.copy()
+    asked = np.zeros(log.n_tasks, bool)
+    asked[part] = True
+    for arm, policy in enumerate(policies):
+        own = log.treated == bool(arm)
+        if isinstance(policy, RoundRobin):
+            mine = np.flatnonzero(own)
+            expected[mine[1:]] = (who.joined[mine[:-1]] + 1) % who.number
+            continue
+        mine = np.flatnonzero(own & asked)
+        at = who.candidates[mine, : policy.n_choices]
+        least, most = _lengths_seen(log, who, mine, at, delays)
+        if isinstance(policy, ShortestExpectedDelay):
+            least, most = (least + 1.0) / rate[at], (most + 1.0) / rate[at]
+        joined = who.joined[mine]
+        preferred = np.take_along_axis(at, np.argmin(most, axis=1)[:, None], axis=1)[:, 0]
+        if who.tick > 0.0:
+            own_least = np.where(at == joined[:, None], least, np.inf).min(axis=1)
+            may = own_least <= most.min(axis=1)
+            preferred = np.where(may, joined, preferred)
+        expected[mine] = preferred
+    return expected[part]
+
+
+def _lengths_seen(
+    log: TaskLog,
+    who: Servers,
+    tasks: NDArray[np.int64],
+    at: NDArray[np.int32],
+    delays: tuple[float, float],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the fewest and the most tasks that the dispatcher may have seen, both (m, d).
+
+    Parameters
+    ----------
+    tasks : ndarray of int64, shape (m,)
+    at : ndarray of int32, shape (m, d)
+        Servers that were looked at for each.
+    """
+    dispatch, information = delays
+    least, most = np.empty(at.shape), np.empty(at.shape)
+    for s in range(who.number):
+        sent = np.flatnonzero(who.joined == s)
+        joins = log.arrival[sent] + dispatch
+        ahead = log.carried_over[who.before == s, 2]
+        leaves = np.sort(np.concatenate((ahead, log.departure[sent])))
+        here = np.nonzero(at == s)
+        task = tasks[here[0]]
+        moment = log.arrival[task] - information
+        for bound, away in ((least, -who.tick), (most, who.tick)):
+            # Of two arrivals the order is known if they are a tick apart, of an arrival and a
+            # departure two: with lengths in whole ticks a departure is early by up to two. Half a
+            # tick less than that, so that rounding decides nothing.
+            came = np.searchsorted(joins, moment + 0.5 * away, side="right")
+            if away <= 0.0:
+                came = np.minimum(came, np.searchsorted(sent, task))
+            left = np.searchsorted(leaves, moment - 1.5 * away, side="right")
+            bound[here] = np.maximum(ahead.size + came - left, 0)
+    return least, most
+
+
+def response_at(
+    log: TaskLog,
+    who: Servers,
+    server: NDArray[np.int32],
+    time: NDArray[np.float64],
+    rate: NDArray[np.float64],
+    dispatch_delay: float,
+) -> NDArray[np.float64]:
+    """Return the response time of each task had it alone been sent elsewhere, shape (n,).
+
+    Parameters
+    ----------
+    server : ndarray of int32, shape (n,)
+        Where it is sent. At its own server its response is the log's.
+    time : ndarray of float64, shape (n,)
+        Service times at the log's servers.
+    rate : ndarray of float64, shape (N,)
+    dispatch_delay : float
+    """
+    response = log.response_time.copy()
+    for s in range(who.number):
+        free = np.max(log.carried_over[who.before == s, 2], initial=-np.inf)
+        sent = np.flatnonzero(who.joined == s)
+        until = np.maximum.accumulate(np.concatenate(([free], log.departure[sent])))
+        tasks = np.flatnonzero((server == s) & (who.joined != s))
+        ahead = until[np.searchsorted(sent, tasks)]
+        arrival = log.arrival[tasks]
+        begin = np.maximum(arrival + dispatch_delay, ahead) - arrival
+        response[tasks] = begin + time[tasks] * rate[who.joined[tasks]] / rate[s]
+    return response
+
+
 def exogeneity(
-    relative: NDArray[np.float64],
+    log: TaskLog,
+    who: Servers,
+    time: NDArray[np.float64],
     queue: NDArray[np.int64],
-    treated: NDArray[np.bool_],
     part: slice,
 ) -> dict[str, float]:
     """Return t of the correlations of requirements with what they must not depend on.
 
     Parameters
     ----------
-    relative : ndarray of float64, shape (n,)
-        Requirements, relative to the mean of their server.
+    log : TaskLog
+    who : Servers
+    time : ndarray of float64, shape (n,)
+        Service times, compared with the mean of their server.
     queue : ndarray of int64, shape (n,)
         Tasks met at the server.
-    treated : ndarray of bool, shape (n,)
     part : slice
         The tasks that count.
 
@@ -249,15 +414,44 @@ def exogeneity(
     dict of str to float
         By ``queue``, ``arm`` and ``previous``, the requirement of the task before; the correlation
         times the root of the number of tasks. Empty where requirements are all the same.
+
+    Notes
+    -----
+    Tasks that arrive at the same time may be in any order, such as that of their departures. So
+    they count as one that requires their mean when it comes to the task before.
+
+    Lengths in whole ticks may all be short by half a tick, which shows in tasks that met an idle
+    server only: of others it is the difference between two departures that counts. So t is the
+    nearest to zero of those with half a tick more for them, or less.
     """
+    mean = rates(who, time).mean[who.joined]
+    relative = time / mean
     mine = relative[part]
-    if float(np.std(mine)) <= CONSTANT * float(np.mean(mine)):
+    if float(np.std(mine)) <= max(CONSTANT * float(np.mean(mine)), who.tick / float(np.mean(mean))):
         return {}
-    second = max(part.start, 1)
+    if who.tick == 0.0:
+        return _correlations(log, relative, queue, part)
+    half = 0.5 * who.tick / mean * (queue == 0)
+    found = [_correlations(log, relative + away, queue, part) for away in (-half, half)]
+    return {
+        name: min(max(0.0, min(t, found[1][name])), max(t, found[1][name]))
+        for name, t in found[0].items()
+    }
+
+
+def _correlations(
+    log: TaskLog, relative: NDArray[np.float64], queue: NDArray[np.int64], part: slice
+) -> dict[str, float]:
+    mine = relative[part]
+    begin = max(part.start - 1, 0)
+    arrival = log.arrival[begin : part.stop]
+    first = np.flatnonzero(np.diff(arrival, prepend=-np.inf) > 0.0)
+    together = np.add.reduceat(relative[begin : part.stop], first)
+    together /= np.diff(first, append=arrival.size)
     pairs = {
         "queue": (mine, queue[part].astype(np.float64)),
-        "arm": (mine, treated[part].astype(np.float64)),
-        "previous": (relative[second : part.stop], relative[second - 1 : part.stop - 1]),
+        "arm": (mine, log.treated[part].astype(np.float64)),
+        "previous": (together[1:], together[:-1]),
     }
     return {name: correlation(x, y) * math.sqrt(x.size) for name, (x, y) in pairs.items()}
 

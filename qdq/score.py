@@ -45,6 +45,9 @@ from qdq.scenario import Periodic
 from qdq.streaming import MOST_BLOCKS
 from qdq.tasklog import TaskLog
 
+# Share of the tasks that must be where rebuilt queues tell for ranks in them to be preferred to
+# recorded choices, which make h vary more: they know one draw of candidates, ranks all.
+_CONFIRMED = 0.99
 # Beyond this share of tasks a log contradicts what is said of its policies.
 MOST_IMPOSSIBLE = 1e-3
 
@@ -139,9 +142,11 @@ def dq_score(
     of a larger number and t of the same, itself included. The number is the queue length
     (`PowerOfD`; with d = N, `JoinShortestQueue`), whether there is a task (`JoinIdleQueue`),
     ``(length + 1) / rate`` (`ShortestExpectedDelay`) or the work left (`LeastWorkLeft`). Lengths
-    are those recorded, else rebuilt with the delays of the log's scenario. Where neither is there,
-    or for other policies, recorded choices are used: pi_z is then 1 if policy z chose the server
-    and 0 if not. With `RoundRobin` the arm's own score is used, since its arm moves a pointer too.
+    are those recorded, else rebuilt with the delays of the log's scenario. A log without either of
+    these that has recorded choices is taken to have those lengths if with its candidates they tell
+    where more than 99 % of the tasks went. Otherwise, or for other policies, recorded choices are
+    used: pi_z is then 1 if policy z chose the server and 0 if not. With `RoundRobin` the arm's own
+    score is used, since its arm moves a pointer too.
 
     *Requirements* are service times times the rates of servers: the scenario's, or found from the
     mean service times where these differ between servers. Service times are the log's, or rebuilt
@@ -370,7 +375,7 @@ def _look(
                 f"{name}={policy!r} samples more servers than there are: d must be at most {n}"
             )
     start = rebuild.start_of_service(log, who, _delays(log)[0])
-    fcfs = rebuild.overtaken(log, start) <= rebuild.MOST_OVERTAKEN
+    fcfs = rebuild.overtaken(log, start, who.tick) <= rebuild.MOST_OVERTAKEN
     service_time = log.service_time
     if service_time is None and fcfs:
         service_time = np.maximum(log.departure - start, 0.0)
@@ -394,7 +399,9 @@ def _look(
         for policy in policies
     ]
     ranks, state = _queues(log, who, rates, kinds)
-    score = _score(log, policies, n, p, ranks if min(kinds) >= 0 else None)
+    exact = log.queue_lengths is not None or log.scenario is not None
+    exact = exact or _are_confirmed(log, who, policies, rates)
+    score = _score(log, policies, n, p, ranks if min(kinds) >= 0 else None, exact)
 
     known = service_time is not None
     if service and not (known and (fcfs or method == "dq_score")):
@@ -485,17 +492,34 @@ def _queues(
     return ranks, state
 
 
+def _are_confirmed(
+    log: TaskLog,
+    who: rebuild.Servers,
+    policies: tuple[Policy, Policy],
+    rates: NDArray[np.float64],
+) -> bool:
+    """Whether the log's candidates and rebuilt queues tell where nearly all tasks went."""
+    if who.candidates is None or not all(isinstance(policy, PowerOfD) for policy in policies):
+        return False
+    counted = slice(log.first_counted, log.n_tasks)
+    sent = rebuild.sent_to(log, who, policies, rates, _delays(log), counted)
+    return float(np.mean(sent == who.joined[counted])) > _CONFIRMED
+
+
 def _score(
     log: TaskLog,
     policies: tuple[Policy, Policy],
     n: int,
     p: float,
     ranks: NDArray[np.int64] | None,
+    exact: bool,
 ) -> NDArray[np.float64]:
-    """Return h of every task; `ranks` is None where no ranks tell of a policy's choices."""
+    """Return h of every task; `ranks` is None where no ranks tell of a policy's choices.
+
+    Choices that were recorded are preferred to ranks that are not `exact`.
+    """
     if any(isinstance(policy, RoundRobin) for policy in policies):
         return np.where(log.treated, 1.0 / p, -1.0 / (1.0 - p))
-    exact = log.queue_lengths is not None or log.scenario is not None
     recorded = log.choice_control is not None and log.choice_treatment is not None
     if ranks is None or (recorded and not exact):
         if not recorded:
@@ -563,10 +587,9 @@ def _is_exogenous(log: TaskLog, who: rebuild.Servers, time: NDArray[np.float64])
     """Whether requirements correlate with nothing that they must not depend on."""
     if not time.any():
         return True
-    relative = time / rebuild.rates(who, time).mean[who.joined]
     queue = rebuild.queue_at_joining(log, who, _delays(log)[0])
     counted = slice(log.first_counted, log.n_tasks)
-    found = rebuild.exogeneity(relative, queue, log.treated, counted)
+    found = rebuild.exogeneity(log, who, time, queue, counted)
     return all(abs(t) <= rebuild.MOST_T for t in found.values())
 
 

@@ -66,7 +66,9 @@ _DISTRUST_FROM = 0.005
 # A server that is busy for 98 % of the time or more has a mean response that no log of usual length
 # tells from infinity.
 MOST_LOAD = 0.98
-_MOST_APART = 0.01  # sd of the difference between logged and modelled times, over that of response
+# Difference between logged and modelled times over the sd of response: sd of that of service times,
+# mean size of that of response times, which a few tasks sent elsewhere do not swamp.
+_MOST_APART = 0.01
 _LEAST_AGREEMENT = 0.99  # of choices: with the log's own candidates nothing is left to chance
 _FEWEST_OF_A_LENGTH = 30  # tasks, for a mean and its error to be shown
 
@@ -376,7 +378,14 @@ def log_twin(
     taken for four is matched by one.
 
     **Tests.** See `LogTwin.tests`: the misfit; whether requirements depend on the queue joined, the
-    arm or the requirement before; the load of each server under either arm alone.
+    arm or the requirement before; the load of each server under either arm alone. With candidates,
+    each task's choice, and what another choice would have made of its response, one step ahead from
+    the queues that the log itself shows.
+
+    **Clocks.** Where all times are multiples of a tick, tasks count as overtaken from more than two
+    ticks on, moments and service times may be off by their rounding, and a choice is wrong only if
+    no times within the ticks explain it. All lengths may be short by half a tick: what this changes
+    is a part of the standard error.
 
     **Estimate and its error.** The effect is the mean over four passes of the mean response with
     everybody treated minus that with nobody treated: first in the log's own order, then with 20
@@ -560,10 +569,10 @@ def _twin(fit: _Fit, policy: Policy) -> _Twinned:
     delays = _delays(fit)
     run = fit.run(delays)
     passes = _passes(fit, delays, policy)
-    of_delays = _variances_from_delays(fit, delays, policy)
+    more = _variances_from_delays(fit, delays, policy) + _variances_from_tick(fit, delays, policy)
     effect, mean = (
         _Figure(float(blocks.mean()), math.sqrt(_crossed_variance(blocks, passes) + variance))
-        for blocks, variance in zip((passes.difference, passes.response), of_delays, strict=True)
+        for blocks, variance in zip((passes.difference, passes.response), more, strict=True)
     )
     names = ("control", "treatment" if policy == fit.treatment else repr(policy))
     by_queue, tests = _tests(fit, delays, run, passes.loads, names)
@@ -639,7 +648,7 @@ class _Fit:
         seed: Seed,
         method: str,
     ) -> None:
-        self.log, self.who, self.method = log, who, method
+        self.log, self.who, self.method, self.seed = log, who, method, seed
         self.control, self.treatment = control, treatment
         # The first draws the candidates of all runs as the log was, so that they can be compared.
         # The last ones are for runs with other arms.
@@ -652,7 +661,7 @@ class _Fit:
         self._scenarios: dict[float, Scenario] = {}
         self._log_moments: dict[int, NDArray[np.float64]] = {}
         self.discipline = FCFS
-        overtaken = rebuild.overtaken(log, self._start(0.0))
+        overtaken = rebuild.overtaken(log, self._start(0.0), who.tick)
         if overtaken > rebuild.MOST_OVERTAKEN:
             self.discipline = PROCESSOR_SHARING
             self._check_sharing(overtaken)
@@ -808,10 +817,21 @@ class _Fit:
         zero, one = (run.response[self.counted] for run in self.alone(delays, policy))
         return np.array([np.mean(one - zero), np.mean(one)])
 
-    def agreement(self, run: _Run) -> float:
-        """Return the share of the tasks that go where they went in the log."""
-        part = slice(self.first, min(run.server.size, self.stop))
-        return float(np.mean(run.server[part] == self.who.joined[part]))
+    def sent_to(self, delays: _Delays, stop: int | None = None) -> NDArray[np.int32]:
+        """Return where the log's queues and candidates send the counted tasks, up to some task.
+
+        Each is sent from the log's own state. In a run one task that goes elsewhere, by a count
+        that the log does not quite show, changes the choices of many after it.
+        """
+        rates = self.service(delays.dispatch).rates.rate
+        part = slice(self.first, stop or self.stop)
+        policies = self.control, self.treatment
+        return rebuild.sent_to(self.log, self.who, policies, rates, delays[:2], part)
+
+    def agreement(self, delays: _Delays, stop: int | None = None) -> float:
+        """Return the share of the tasks that are sent where they went in the log."""
+        server = self.sent_to(delays, stop)
+        return float(np.mean(server == self.who.joined[self.first :][: server.size]))
 
     # ----------------------------------------------------------------------------------------------
 
@@ -851,7 +871,10 @@ class _Fit:
         v = 2.0 * self.log_covariance
         v = (1.0 - _SHRINKAGE) * v + _SHRINKAGE * np.diag(np.diag(v))
         allowed = _RELATIVE * np.maximum(np.abs(self.log_moments), _LEAST)
-        return np.asarray(np.linalg.inv(v + np.diag(allowed**2)), np.float64)
+        # A response time is off by two roundings, its spread relative to itself.
+        rounding = np.full(allowed.size, 2.0 * (self.who.tick / self.unit) ** 2 / 12.0)
+        rounding[2:4] /= np.exp(2.0 * self.log_moments[2:4])
+        return np.asarray(np.linalg.inv(v + np.diag(allowed**2 + rounding)), np.float64)
 
     def misfit(self, response: NDArray[np.float64]) -> float:
         """Return J of a run as the log was, maybe of its first tasks only."""
@@ -921,17 +944,17 @@ def _delays(fit: _Fit) -> _Delays:
         idle = start == log.arrival
         if idle.any():
             late = float(np.median((log.departure - log.service_time - start)[idle]))
-            dispatch = late if late > _NO_DELAY * fit.unit else 0.0
+            least = max(_NO_DELAY * fit.unit, 2.0 * fit.who.tick)
+            dispatch = late if late > least else 0.0
             none = none._replace(dispatch=dispatch)
-    run = fit.run(none)
     if fit.candidates is not None:
-        if fit.agreement(run) > _LEAST_AGREEMENT:
+        if fit.agreement(none) > _LEAST_AGREEMENT:
             return none
 
         def cost(delays: _Delays, stop: int | None = None) -> float:
-            return 1.0 - fit.agreement(fit.run(delays, stop=stop))
+            return 1.0 - fit.agreement(delays, stop)
     else:
-        if fit.misfit(run.response) <= _chi_square(len(_MOMENTS), _SEARCH_FROM):
+        if fit.misfit(fit.run(none).response) <= _chi_square(len(_MOMENTS), _SEARCH_FROM):
             return none
 
         def cost(delays: _Delays, stop: int | None = None) -> float:
@@ -1031,6 +1054,26 @@ def _variances_from_delays(fit: _Fit, delays: _Delays, policy: Policy) -> NDArra
     return np.diag(covariance)
 
 
+def _variances_from_tick(fit: _Fit, delays: _Delays, policy: Policy) -> NDArray[np.float64]:
+    """Return what a clock in whole ticks adds to the variances of effect and mean, shape (2,).
+
+    Lengths may all be short by half a tick, or long. And a dispatcher that knows departures to the
+    tick sees those of its own tick all or, half a tick later, none, with the truth in the middle.
+    What either changes counts as one standard deviation.
+    """
+    half = 0.5 * fit.who.tick
+    if half == 0.0:
+        return np.zeros(2)
+    longer = dataclasses.replace(fit.log, departure=fit.log.departure + half)
+    other = _Fit(longer, fit.who, fit.control, fit.treatment, fit.seed, fit.method)
+    here = fit.figures(delays, policy)
+    later = delays._replace(information=delays.information + half)
+    by_length = other.figures(delays, policy) - here
+    by_order = 0.0 if fit.discipline != FCFS else 0.5 * (fit.figures(later, policy) - here)
+    variances: NDArray[np.float64] = by_length**2 + by_order**2
+    return variances
+
+
 # --------------------------------------------------------------------------------------------------
 # Passes under either arm
 # --------------------------------------------------------------------------------------------------
@@ -1125,6 +1168,7 @@ def _tests(
     """Test the fit, and return requirements by queue length too."""
     relative = fit.relative(delays.dispatch)
     queue = fit.queue_at_joining(delays.dispatch)
+    time = fit.service(delays.dispatch).time
     tests = [
         _test_of(
             "moments",
@@ -1133,9 +1177,9 @@ def _tests(
             "the twin, run as the log was, has {} response times",
             ("the log's", "other"),
         ),
-        *_tests_of_requirements(fit, relative, queue),
+        *_tests_of_requirements(fit, time, queue),
         _test_of_load(loads, names),
-        *_tests_of_columns(fit, delays, twin),
+        *_tests_of_columns(fit, delays),
     ]
     return _by_queue(queue[fit.counted], relative[fit.counted]), tuple(tests)
 
@@ -1155,9 +1199,9 @@ def _test_of(
 
 
 def _tests_of_requirements(
-    fit: _Fit, relative: NDArray[np.float64], queue: NDArray[np.int64]
+    fit: _Fit, time: NDArray[np.float64], queue: NDArray[np.int64]
 ) -> Iterator[FitTest]:
-    found = rebuild.exogeneity(relative, queue, fit.log.treated, fit.counted)
+    found = rebuild.exogeneity(fit.log, fit.who, time, queue, fit.counted)
     what = {
         "queue": "the queue that the task joins",
         "arm": "the arm",
@@ -1182,23 +1226,34 @@ def _test_of_load(loads: Loads, names: tuple[str, str]) -> FitTest:
     return _test_of("load", value, MOST_LOAD, deployed, words)
 
 
-def _tests_of_columns(fit: _Fit, delays: _Delays, twin: _Run) -> Iterator[FitTest]:
+def _tests_of_columns(fit: _Fit, delays: _Delays) -> Iterator[FitTest]:
     log = fit.log
     spread = float(np.std(log.response_time[fit.counted])) or 1.0
     if log.service_time is not None:
         apart = (log.service_time - fit.service(delays.dispatch).time)[fit.counted]
         meaning = "service times rebuilt from departures {} those logged"
         ratio = float(np.std(apart)) / spread
-        yield _test_of("service_times", ratio, _MOST_APART, meaning, ("are", "are not"))
+        # Up to four times are rounded: arrival, two departures, and the service time.
+        most = math.hypot(_MOST_APART, fit.who.tick * math.sqrt(4.0 / 12.0) / spread)
+        yield _test_of("service_times", ratio, most, meaning, ("are", "are not"))
     if fit.candidates is not None:
-        apart = (log.response_time - twin.response)[fit.counted]
-        meaning = "with the log's candidates, tasks of the twin {} response times"
-        ratio = float(np.std(apart)) / spread
-        words = ("have the log's", "have other")
-        yield _test_of("responses", ratio, _MOST_APART, meaning, words)
+        server = fit.who.joined.copy()
+        server[fit.counted] = fit.sent_to(delays)
+        service = fit.service(delays.dispatch)
+        response = rebuild.response_at(
+            log, fit.who, server, service.time, service.rates.rate, delays.dispatch
+        )
+        apart = (log.response_time - response)[fit.counted]
+        yield _test_of(
+            "responses",
+            float(np.mean(np.abs(apart))) / spread,
+            _MOST_APART,
+            "sent where the log's queues and candidates tell, tasks {} response times",
+            ("have the log's", "have other"),
+        )
         yield _test_of(
             "choices",
-            fit.agreement(twin),
+            float(np.mean(server == fit.who.joined)),
             _LEAST_AGREEMENT,
             "with the log's candidates, the policies send tasks {} they went",
             ("where", "elsewhere than"),

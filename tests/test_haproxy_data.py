@@ -238,9 +238,10 @@ def test_the_log_twin_finds_the_measured_effect(columns: str) -> None:
     assert twin.scenario.dispatch_delay < 0.01 * 25e-3
     assert twin.scenario.information_delay < 0.01 * 25e-3
     assert np.ptp(twin.scenario.rates) == 0.0
-    # HAProxy's count is not quite what times tell, which shows only with its candidates.
-    assert {test.name for test in twin.tests if not test.passed} <= {"responses"}
-    assert columns == "all" or twin.trusted
+    # HAProxy's count is not quite what times tell, for fewer than one task in a thousand.
+    assert twin.trusted
+    choices = [test.value for test in twin.tests if test.name == "choices"]
+    assert columns == "four" or 0.999 < choices[0] < 1.0
 
 
 def test_reading_is_quick() -> None:

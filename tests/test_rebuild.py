@@ -69,17 +69,50 @@ def test_rates_of_servers_that_take_the_same_time_for_all_are_equal():
     assert np.ptp(rebuild.rates(who(log), time).rate) == 0.0
 
 
-def test_t_of_what_requirements_must_not_depend_on():
+def test_t_of_what_requirements_must_not_depend_on(log):
     rng = np.random.default_rng(1)
-    relative, queue = rng.exponential(size=500), rng.integers(0, 4, 500)
-    treated = rng.random(500) < 0.5
-    found = rebuild.exogeneity(relative, queue, treated, slice(100, 450))
-    here = slice(100, 450)
-    others = {"queue": queue[here], "arm": treated[here], "previous": relative[99:449]}
-    for name, other in others.items():
-        r = np.corrcoef(relative[here], other)[0, 1]
-        assert found[name] == pytest.approx(r * np.sqrt(350))
-    whole = rebuild.exogeneity(relative, queue, treated, slice(0, 500))
-    r = np.corrcoef(relative[1:], relative[:-1])[0, 1]
-    assert_allclose(whole["previous"], r * np.sqrt(499))
-    assert rebuild.exogeneity(np.ones(500), queue, treated, slice(0, 500)) == {}
+    time, queue = rng.exponential(size=log.n_tasks), rng.integers(0, 4, log.n_tasks)
+    # The rates that are found are equal, so relative to the mean is in proportion.
+    assert np.ptp(rebuild.rates(who(log), time).rate) == 0.0
+    relative = time / rebuild.rates(who(log), time).mean[log.server]
+    for part in (slice(100, 450), slice(0, 500)):
+        found = rebuild.exogeneity(log, who(log), time, queue, part)
+        for name, other in {"queue": queue, "arm": log.treated}.items():
+            r = np.corrcoef(relative[part], other[part])[0, 1]
+            assert found[name] == pytest.approx(r * np.sqrt(part.stop - part.start))
+        second = max(part.start, 1)
+        mine, before = relative[second : part.stop], relative[second - 1 : part.stop - 1]
+        r = np.corrcoef(mine, before)[0, 1]
+        assert_allclose(found["previous"], r * np.sqrt(mine.size))
+    same = np.ones(log.n_tasks)
+    assert rebuild.exogeneity(log, who(log), same, queue, slice(0, 500)) == {}
+
+
+def in_ticks(log, tick, lengths):
+    """Return the log with times in whole ticks, departures from cut lengths or cut themselves."""
+    arrival = np.floor(log.arrival / tick)
+    length = np.floor(log.response_time / tick)
+    departure = arrival + length if lengths else np.floor(log.departure / tick)
+    order = np.lexsort((departure, arrival))  # as where lines are written at completion
+    return qdq.TaskLog(
+        arrival=tick * arrival[order],
+        departure=tick * departure[order],
+        treated=log.treated[order],
+        server=log.server[order],
+        n_servers=log.n_servers,
+    )
+
+
+@pytest.mark.parametrize("tick", [0.01, 0.04, 0.1, 1.0 / 3.0])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_the_tick_of_a_clock_is_found_and_explains_overtaking(log, tick, lengths):
+    coarse = in_ticks(log, tick, lengths)
+    found = who(coarse)
+    assert found.tick == pytest.approx(tick, rel=1e-9)
+    start = rebuild.start_of_service(coarse, found, 0.0)
+    assert rebuild.overtaken(coarse, start, found.tick) <= rebuild.MOST_OVERTAKEN
+    assert not lengths or rebuild.overtaken(coarse, start, 0.0) > 0.0
+
+
+def test_times_of_full_precision_have_no_tick(log):
+    assert rebuild.tick(log) == rebuild.tick(outside(log)) == 0.0

@@ -701,3 +701,36 @@ def test_refusals(case):
     call, kind, message = REFUSALS[case]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_ranks_are_preferred_to_recorded_choices_where_candidates_confirm_them():
+    scenario = qdq.Scenario(
+        n_servers=6,
+        arrivals=qdq.Poisson(0.7),
+        control=qdq.PowerOfD(1),
+        treatment=qdq.PowerOfD(2),
+    )
+    nothing = {"scenario": None, "seed": None, "warm_up": None, "design": None}
+
+    def errors(scenario):
+        log = qdq.simulate(
+            scenario, qdq.Bernoulli(), 20_000, seed=3, warm_up=0.0, record=["choices", "candidates"]
+        )
+        log = dataclasses.replace(log, **nothing)
+        plain = dataclasses.replace(log, choice_control=None, choice_treatment=None)
+        bare = dataclasses.replace(log, candidates=None)
+        policies = {"control": scenario.control, "treatment": scenario.treatment}
+        return [
+            qdq.dq_score(x, **policies, horizon=80, service=False).standard_error
+            for x in (log, plain, bare)
+        ]
+
+    own, by_rank, by_choice = errors(scenario)
+    assert own == by_rank
+    assert by_rank < 0.8 * by_choice
+    # With a delay that the log does not tell of the rebuilt queues are not those that were seen.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        own, by_rank, by_choice = errors(scenario.replace(information_delay=1.0))
+    assert own == by_choice
+    assert own != by_rank

@@ -228,7 +228,7 @@ def test_with_the_logs_candidates_and_true_parameters_the_twin_is_the_log(change
     assert_array_equal(run.server, log.server)
     assert_allclose(run.response, log.response_time, rtol=0, atol=1e-9)
     assert fit.misfit(run.response) < 1e-10
-    assert fit.agreement(run) == 1.0
+    assert fit.agreement(delays) == 1.0
 
 
 def test_the_run_without_a_log_is_the_replay(log):
@@ -453,6 +453,35 @@ def test_without_service_times_candidates_show_both_delays():
 
 
 # --------------------------------------------------------------------------------------------------
+# Clocks in whole ticks
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tick", [0.01, 0.04, 0.1])
+@pytest.mark.parametrize("lengths", [False, True], ids=["floor of times", "floor of lengths"])
+def test_a_log_in_whole_ticks_gives_what_that_of_full_precision_gives(log, result, tick, lengths):
+    own = outside(log, carried_over=np.empty((0, 3)))
+    arrival = np.floor(own.arrival / tick)
+    length = np.floor(own.response_time / tick)
+    departure = arrival + length if lengths else np.floor(own.departure / tick)
+    order = np.lexsort((departure, arrival))  # as where lines are written at completion
+    coarse = qdq.TaskLog(
+        arrival=tick * arrival[order],
+        departure=tick * departure[order],
+        treated=own.treated[order],
+        server=own.server[order],
+        n_servers=4,
+    )
+    found = qdq.log_twin(coarse, ONE, TWO)
+    assert found.trusted
+    assert found.scenario.discipline == "fcfs"
+    assert found.scenario.dispatch_delay == found.scenario.information_delay == 0.0
+    assert abs(found.value - result.value) < 2.0 * found.standard_error
+    # Half a tick of every length is in the error, and not more than it has to be.
+    assert found.standard_error < 2.0 * result.standard_error
+
+
+# --------------------------------------------------------------------------------------------------
 # Tests of fit
 # --------------------------------------------------------------------------------------------------
 
@@ -570,6 +599,16 @@ def test_candidates_show_policies_that_are_not_the_logs(log):
     assert qdq.log_twin(own, TWO, THREE).trusted
     found = qdq.log_twin(own, ONE, THREE)
     assert {"choices", "responses"} <= failed(found)
+
+
+@pytest.mark.parametrize(("dispatch", "information"), [(0.0, 0.0), (0.4, 0.3), (0.0, 0.6)])
+def test_candidates_show_delays_that_are_not_the_logs(dispatch, information):
+    log = outside(simulated(DELAYED, n=10_000, warm_up=0.0, record=("candidates",)))
+    fit = fitted(log)
+    names = {t.name: t.passed for t in twin._tests_of_columns(fit, twin._Delays(0.4, 0.6))}
+    assert names == {"responses": True, "choices": True}
+    wrong = twin._tests_of_columns(fit, twin._Delays(dispatch, information))
+    assert not any(test.passed for test in wrong)
 
 
 def test_logged_service_times_that_departures_contradict_are_seen():
