@@ -38,13 +38,17 @@ RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 
 UNFOLD = "for (const folded of document.querySelectorAll('details')) folded.open = true"
 LINKS = "[...document.links].map(link => link.href)"
-# Until sidebars stand still and those who watch for new sizes have seen them.
+# Until sidebars stand still and those who watch for new sizes have seen them; an animation that
+# never comes to its end is not waited for.
 SETTLE = """async () => {
   const frame = () => new Promise(requestAnimationFrame);
-  await frame();
-  await Promise.all(document.getAnimations().map(animation => animation.finished));
-  await frame();
-  await frame();
+  const settled = async () => {
+    await frame();
+    await Promise.all(document.getAnimations().map(animation => animation.finished));
+    await frame();
+    await frame();
+  };
+  await Promise.race([settled(), new Promise(done => setTimeout(done, 3000))]);
 }"""
 
 CONTENT_FAULTS = r"""() => {
