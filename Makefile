@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv: Python 3.11 or newer and make are enough.
 .DEFAULT_GOAL := help
-.PHONY: help book test long lint bench results verify lock clean
+.PHONY: help book test long browser lint bench results verify lock clean
 unexport PYTHONPATH
 
 PYTHON ?= python3# the interpreter that .venv is made with
@@ -20,8 +20,11 @@ book: $(ready) ## Run the notebooks and render the book to _build/html (SET=smok
 test: $(ready) ## Run the tests that take a few minutes in all
 	$(venv) -m pytest
 
-long: $(ready) ## Run the long tests, and those of the rendered pages where Chromium is found
-	$(venv) -m pytest -m "long or browser"
+long: $(ready) ## Run the long tests
+	$(venv) -m pytest -m long
+
+browser: $(ready) ## Run the tests of the rendered pages, where Chromium is found
+	$(venv) -m pytest -m browser tests/test_browser.py
 
 lint: $(ready) ## Check style, formatting and types
 	$(venv) -m ruff check .
